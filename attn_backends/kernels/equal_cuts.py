@@ -14,6 +14,7 @@ from attn_backends.kernels.split_kv import MAX_SPLITS, clear_counters, first_key
 SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program walks on to another row
 LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
 PART_SIZES = tl.constexpr(3)  # that short parts may have, each twice the one before
+MOST_PART_KEYS = tl.constexpr(64)  # of such a part
 MANY_PARTS = tl.constexpr(128)  # of a row, behind which fewer that are longer are faster
 LISTED_PAGES = tl.constexpr(4)  # page ids that are listed with a work item, of its first keys
 MUCH_IDLE = tl.constexpr(2)  # blocks of a row, times the part of a GPU beyond half that its last round leaves idle
@@ -192,7 +193,7 @@ def _short_parts(  # type: ignore[no-untyped-def]
         tried = tl.where(exists & (blocks > whole_keys // BLOCK_N), (blocks + part_blocks - 1) // part_blocks, 1)
         tried = tl.where(exists, tried, 0)
         fits = (part == 0) & (part_keys > 0) & (2 * tl.sum(tried, 0) * heads <= slots)
-        fits &= tl.max(tried, 0) <= MANY_PARTS
+        fits &= (tl.max(tried, 0) <= MANY_PARTS) & (part_blocks * BLOCK_N <= MOST_PART_KEYS)
         part, counts = tl.where(fits, part_blocks, part), tl.where(fits, tried, counts)
         part_blocks *= 2
     return part, counts

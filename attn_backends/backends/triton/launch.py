@@ -21,7 +21,7 @@ from attn_backends.backends.triton.kernels.arguments import (
 )
 from attn_backends.backends.triton.kernels.decode import decode_kernel
 from attn_backends.backends.triton.kernels.upcast import upcast_kernel
-from attn_backends.backends.triton.schedule import Schedule, SplitPlan, lists_pages
+from attn_backends.backends.triton.schedule import Schedule, ShortBlocks, SplitPlan, lists_pages
 from attn_backends.backends.triton.tuning import DecodeTile, upcast_heads
 from attn_backends.kernels.launch import launch, power_of_two, start_kernel
 from attn_backends.kernels.operators import operator
@@ -133,7 +133,7 @@ class Kernels(PrefillKernels):
 def _decode_constants(
     logits: tuple[int, int, int], alike: int, pairs: int, page_size: int, num_kv_heads: int,
     group_size: int, plan: SplitPlan, tile: DecodeTile, dims: BlockDims, is_local: bool, exact: bool,
-    one_loop: bool, short: tuple[int, int], pdl: Pdl,
+    one_loop: bool, short: ShortBlocks, pdl: Pdl,
 ) -> DecodeConstants:  # fmt: skip
     threads = 32 * tile.warps
     registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
@@ -149,7 +149,7 @@ def _decode_constants(
         STAGES=tile.stages, MASKED_STAGES=masked_stages, EXACT=int(exact),
         USED_M=plan.used_m, JOINED=joined, BLOCK_SPLITS=min(block_splits, joined),
         JOIN_SIZE=_JOIN_REGISTERS * threads, WIDE=min(dims[-1], _WIDE), NARROW=min(dims[-1], _NARROW), THREADS=threads,
-        SHORT=short[0], LONGER=short[1], PDL=int(pdl),
+        SHORT=short.usual, LONGER=short.of_few, PART=short.part, PDL=int(pdl),
     )  # fmt: skip
 
 

@@ -52,13 +52,20 @@ class SplitPlan(NamedTuple):
         """Number of programs that a GPU holds at once, for every KV head and tile."""
         return self._filling(spec, _resident(tile), num_sms)
 
-    def filling(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int, most_short: int) -> Filling:
-        """So many programs as the tile aims at; of several tiles of queries, which read the same keys, all that fit."""
+    def filling(
+        self, spec: AttentionSpec, tile: DecodeTile, num_sms: int, part_keys: int, most_short: int
+    ) -> Filling:  # fmt: skip
+        """So many programs as the tile aims at; of several tiles of queries, which read the same keys, all that fit.
+
+        Args:
+            part_keys: of a part of a row, and most_short: of a row, that a program attends for at once.
+        """
         programs = tile.programs if self.tiles == 1 else _resident(tile)
         return Filling(
             few_cuts=self._filling(spec, programs, num_sms), long_cut=_LONG_CUTS[spec.cache_dtype.itemsize],
             heads=spec.num_kv_heads * self.tiles, num_sms=num_sms, resident=_resident(tile), row_keys=_ROW_KEYS,
-            much_alike=_MUCH_ALIKE, part_keys=_PART_KEYS if self.block_m == _SMALL_TILE_ROWS else 0,
+            much_alike=_MUCH_ALIKE,
+            part_keys=(part_keys or _PART_KEYS) if self.block_m == _SMALL_TILE_ROWS else 0,
             whole_keys=max(most_short, _WHOLE_KEYS),
         )  # fmt: skip
 
@@ -104,9 +111,9 @@ class Schedule:
         are_few = num_rows * spec.num_kv_heads <= _SHORT_PAIRS * num_sms
         self.has_one_loop = has_one_loop(spec, self.plan)
         self.short_blocks = short_blocks(spec, tile, self.plan)
-        self.most_short = self.short_blocks[are_few]  # keys of a row that is attended for at once
+        self.most_short = self.short_blocks.of_few if are_few else self.short_blocks.usual  # keys of a row
         counted = counters[: self.plan.num_counters(spec, tile, num_sms)]
-        filling = self.plan.filling(spec, tile, num_sms, self.most_short)
+        filling = self.plan.filling(spec, tile, num_sms, self.short_blocks.part, self.most_short)
         listed = page_size if lists_pages(self.short_blocks, page_size) else 0
         self.work_list = CutList(sizes, filling, counted, query_len, listed)
 
@@ -124,17 +131,27 @@ def has_one_loop(spec: AttentionSpec, plan: SplitPlan) -> bool:
     return plan.block_m == _SMALL_TILE_ROWS and spec.cache_dtype.itemsize == 2
 
 
-def lists_pages(short: tuple[int, int], page_size: int) -> bool:
-    """Whether page ids come with work items, for rows that are attended for at once."""
-    return max(short) > 0 and page_size % _LISTED_PAGE == 0
+def lists_pages(short: ShortBlocks, page_size: int) -> bool:
+    """Whether page ids come with work items, for keys that are attended for at once."""
+    return short.usual > 0 and page_size % _LISTED_PAGE == 0
+
+
+class ShortBlocks(NamedTuple):
+    """Keys that a program attends for at once, at most; 0: it does for none."""
+
+    usual: int  # of a row
+    of_few: int  # of a row, where pairs of a row and a KV head are few
+    part: int  # of one of a row's splits
 
 
 @lru_cache(maxsize=256)
-def short_blocks(spec: AttentionSpec, tile: DecodeTile, plan: SplitPlan) -> tuple[int, int]:
-    """Keys of a row that a program attends for at once, at most, and where pairs of a row and a KV head are few; 0: it
-    does for none."""
+def short_blocks(spec: AttentionSpec, tile: DecodeTile, plan: SplitPlan) -> ShortBlocks:
+    """Those of a tile. Of splits over 16 bits the larger blocks were no faster than a loop on an H200."""
     has_function = plan.tiles == 1 and plan.block_m == _SMALL_TILE_ROWS and spec.alibi_slopes is None
     if not has_function or spec.dtype.itemsize > 2 or tile.warps > _SHORT_WARPS:
-        return 0, 0
+        return ShortBlocks(0, 0, 0)
     keys = min(_SHORT_NUMBERS * 32 * tile.warps // max(block_dims(spec)), _LONGEST_SHORT)
-    return (keys, min(2 * keys, _LONGEST_SHORT)) if keys >= _SMALL_TILE_ROWS else (0, 0)
+    if keys < _SMALL_TILE_ROWS:
+        return ShortBlocks(0, 0, 0)
+    of_few = min(2 * keys, _LONGEST_SHORT)
+    return ShortBlocks(keys, of_few, of_few if spec.cache_dtype.itemsize == 1 else keys)

@@ -62,11 +62,11 @@ class SplitTile(NamedTuple):
 
 _WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
 # `SplitTile` from `of_a_tile` on, in blocks of the usual tile: of that one, and of half the size. Of heads of up to 64,
-# of up to 128, and of wider ones, as measured at tuning seeds 159 to 195.
+# of up to 128, as measured at tuning seeds 159 to 195, and of wider ones, at 237 to 241.
 _TIMES = (
     ((1.6, 1.0, 1.0, 2.0, 5.1), (0.7, 0.6, 0.85, 2.1, 4.0)),
     ((1.6, 1.0, 1.0, 1.8, 5.4), (1.0, 0.53, 0.8, 1.4, 4.8)),
-    ((6.2, 1.0, 1.0, 3.0, 16.6), (2.1, 0.75, 1.0, 2.8, 7.1)),
+    ((6.2, 1.0, 1.0, 2.6, 13.5), (1.8, 0.65, 1.0, 2.6, 7.5)),
 )
 # The same over 8 bits, from 34 shapes of tuning seed 197; what splits cost is taken from 16 bits. The smaller tile is
 # counted as if two of its size were as fast as the usual one, whose second group of warps has nothing of few queries.
@@ -232,6 +232,11 @@ def _split_times(load: TileLoad, num_kv_heads: int, num_programs: int, splits: A
     else:
         longest = (-(-counts // num_programs) * size).sum(1)
     all_busy = (size * counts).sum(1) / num_programs
+    # Whole tiles come behind all splits, and may be longer: the longest begins once so many rounds of these are over.
+    split = np.where(splits > 1, counts, 0)
+    rounds = split.sum(1) // num_programs
+    begins = rounds * (size * split).sum(1) / np.maximum(split.sum(1), 1)
+    longest = np.maximum(longest, begins + np.where((splits == 1) & (counts > 0), size, 0).max(1, initial=0))
     joined = (counts * load.used * (splits > 1)).sum(1) / num_programs
     return np.maximum(longest, all_busy) + tile.of_the_join + tile.of_all_splits * joined
 

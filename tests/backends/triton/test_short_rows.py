@@ -1,8 +1,9 @@
-"""Rows so short that one program attends to all of their keys at once: interpreted, and on a GPU."""
+"""Rows, and parts of rows, so short that a program attends to all of their keys at once: interpreted, and on a GPU."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,7 +42,7 @@ FAULTS = {
                                "high = stop - 1 + positions * 0\n    logits"),
     "all keys are of the first page": ("tl.load(pages + there // PAGE_SIZE)", "tl.load(pages + there * 0)"),
     "listed pages are the first one": ("page = tl.where(nth >= i, page_ids[i], page)", "page = page + 0"),
-    "a window begins with its page": ("first = start % PAGE_SIZE if LOCAL else 0", "first = 0"),
+    "a window begins with its page": ("first = start % PAGE_SIZE if ANYWHERE else 0", "first = 0"),
     "values lie as keys do": ("    if ALIKE:\n        value_page, value_slot = key_page",
                               "    if True:\n        value_page, value_slot = key_page"),
     "queries of the first KV head": ("q_rows = _query_rows(query, lane, head,", "q_rows = _query_rows(query, lane, 0,"),
@@ -56,13 +57,17 @@ FAULTS = {
     "it is not capped": ("logits = scale_logits(logits, scale, soft_cap, SOFT_CAP,",
                          "logits = scale_logits(logits, scale, soft_cap, 0,"),
     "weights are not scaled": ("logits *= logit_scale(scale, SCALE_FIRST)\n    m_i", "m_i"),
-    "rows that are split": ("(split_info == MAX_SPLITS) & (has_others", "(split_info >= 0) & (has_others"),
-    "rows of several items": ("& (has_others == 0) & (num_keys > 0)", "& (num_keys > 0)"),
+    "splits are whole rows": ("is_whole = split_info == MAX_SPLITS", "is_whole = split_info >= 0"),
+    "rows of several items": ("(has_others == 0) & (num_keys > 0)", "(num_keys > 0)"),
     "the largest of some columns": ("for i in tl.static_range(1, len(queries)):", "for i in tl.static_range(1, 1):"),
     "queries that keep their scale": ("logits *= q_scale[None]", "logits *= 1.0"),
     "values are read two by two": ("            given = (\n",
                                    "            value = as_pairs(value) if PAIRS else value\n            given = (\n"),
-    "longer rows": ("& (num_keys <= most_short):", "& (num_keys <= 4 * most_short):"),
+    "longer rows": ("tl.where(is_whole, most_short, PART)", "tl.where(is_whole, 4 * most_short, PART)"),
+    "longer parts": ("tl.where(is_whole, most_short, PART)", "tl.where(is_whole, most_short, 4 * PART)"),
+    "parts begin with a page": ("        SCALE_FIRST, ALIKE, LOCAL, 1, PAGE_SIZE", "        SCALE_FIRST, ALIKE, LOCAL, LOCAL, PAGE_SIZE"),
+    "heads count together": ("words = counters + (first_slot * KV_HEADS + head) * JOIN_WORDS", "words = counters + first_slot * KV_HEADS * JOIN_WORDS"),
+    "parts lie in the first one's place": ("_store_split(acc, m_i, l_i, True, words, num_splits, split, first_slot,", "_store_split(acc, m_i, l_i, True, words, num_splits, 0, first_slot,"),
 }  # fmt: skip
 
 
@@ -74,15 +79,26 @@ def test_interpreted() -> None:
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many keys the blocks have of rows that were attended for at once, where kernels are interpreted."""
+    return noted_blocks("_attend_short", -7, monkeypatch)
+
+
+@pytest.fixture
+def part_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The same of parts of rows."""
+    return noted_blocks("_attend_part", -12, monkeypatch)
+
+
+def noted_blocks(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What a function of the kernel is given as an argument, each time."""
     seen: list[int] = []
     if INTERPRETED:
-        attend = decode._attend_short
+        attend = getattr(decode, name)
 
         def noting(*given: Any) -> None:
-            seen.append(int(getattr(given[-7], "value", given[-7])))
+            seen.append(int(getattr(given[at], "value", given[at])))
             attend(*given)
 
-        monkeypatch.setattr(decode, "_attend_short", noting)
+        monkeypatch.setattr(decode, name, noting)
     return seen
 
 
@@ -143,6 +159,54 @@ def test_queries_of_unlike_columns(dims: tuple[int, int], cached: torch.dtype, w
     check(spec, [20, 33, 64], [1, 2, 3], unlike=True, k_scale=0.5)
 
 
+def random_parts(
+    seed: int, dtypes: tuple[torch.dtype, ...] = (torch.float16,), most_keys: int = 130
+) -> tuple[AttentionSpec, list[int], list[int], dict[str, Any]]:
+    """The same with one or two KV heads and rows: so few that longer ones are in parts, though the interpreter counts
+    two multiprocessors."""
+    spec, _seq_lens, query_lens, more = random_case(seed, dtypes)
+    dice, kv_heads = Random(f"parts {seed}"), min(2, spec.num_kv_heads)
+    spec = replace(spec, num_qo_heads=spec.group_size * kv_heads, num_kv_heads=kv_heads)
+    query_lens = query_lens[: 3 - kv_heads]
+    return spec, [dice.choice((65, 96, 97, dice.randint(65, most_keys))) for _ in query_lens], query_lens, more
+
+
+@only_interpreted
+def test_random_parts(part_blocks: list[int]) -> None:
+    counts = []
+    for seed in range(SEEDS // 2):
+        part_blocks.clear()
+        spec, seq_lens, query_lens, more = random_parts(seed)
+        check(spec, seq_lens, query_lens, **more)
+        counts.append(len(part_blocks))
+    assert sum(count > 0 for count in counts) > SEEDS // 4
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("dim", "cached", "expected"),
+    [(128, torch.float16, {64: [], 65: [32] * 3, 128: [32] * 4, 300: []}), (64, torch.float16, {64: [], 65: [64] * 2}),
+     (256, torch.float16, {65: [32] * 3}), (128, torch.float8_e4m3fn, {64: [], 65: [64] * 2, 300: [64] * 5})],
+)  # fmt: skip
+def test_which_parts_are_short(
+    dim: int, cached: torch.dtype, expected: dict[int, list[int]], part_blocks: list[int]
+) -> None:
+    """No more than half of the programs that the GPU holds have one, which are 16 of one warp."""
+    spec = AttentionSpec(1, 1, dim, dtype=torch.float16, cache_dtype=cached)
+    for seq_len, blocks in expected.items():
+        part_blocks.clear()
+        check(spec, [seq_len], [1])
+        assert part_blocks == 2 * blocks, seq_len  # with LSEs, and without
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(SEEDS, 2 * SEEDS))
+def test_random_parts_on_a_gpu(seed: int) -> None:
+    spec, seq_lens, query_lens, more = random_parts(seed, (torch.float16, torch.bfloat16), 8000)
+    times = Random(seed).choice((1, 1, 7, 40))
+    check(spec, seq_lens * times, query_lens * times, **more)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(SEEDS, 2 * SEEDS))
 def test_random_rows_on_a_gpu(seed: int) -> None:
@@ -196,5 +260,5 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
         of_8_bits = AttentionSpec(4, 2, 128, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
         check(of_8_bits, [20, 33, 64], [1, 2, 3], unlike=True)
         for seed in range(30):
-            spec, seq_lens, query_lens, more = random_case(seed)
-            check(spec, seq_lens, query_lens, **more)
+            for spec, seq_lens, query_lens, more in [random_case(seed), random_parts(seed)][: 1 + (seed < 8)]:
+                check(spec, seq_lens, query_lens, **more)

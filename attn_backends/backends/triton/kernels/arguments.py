@@ -63,6 +63,7 @@ class DecodeConstants(NamedTuple):
     THREADS: int
     SHORT: int
     LONGER: int
+    PART: int
     PDL: int
 
 

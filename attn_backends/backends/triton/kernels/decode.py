@@ -96,6 +96,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     THREADS: tl.constexpr,  # of a program
     SHORT: tl.constexpr,  # keys of a block of `_attend_short`; 0: no row is attended for by it
     LONGER: tl.constexpr,  # of its block for rows of more keys; SHORT: there is no such
+    PART: tl.constexpr,  # of a block of `_attend_part`
     PDL: tl.constexpr,  # when this kernel starts, see `kernels.pdl.Pdl`
 ):
     """One program attends for a cut of all rows' keys, a KV head and a tile of BLOCK_M of a row's queries.
@@ -133,13 +134,19 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             tl.atomic_add(last_words + HAVE_BEGUN, 1, sem="relaxed")
     if SHORT > 0:
         num_keys, pages = stop - start, page_table + row.to(tl.int64) * table_row
-        if (split_info == MAX_SPLITS) & (has_others == 0) & (num_keys > 0) & (num_keys <= most_short):
+        is_whole = split_info == MAX_SPLITS
+        if (has_others == 0) & (num_keys > 0) & (num_keys <= tl.where(is_whole, most_short, PART)):
             given = (
                 query, key, value, output, lse, pages, page_ids, sinks, start, stop, seq_len, first_token, query_len,
                 head, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token,
                 query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token,
             )  # fmt: skip
-            if (num_keys <= SHORT) | (LONGER == SHORT):  # a constant, where there is no other block to compile
+            if is_whole == 0:
+                _attend_part(*given, partial_acc, partial_ml, counters, first_slot, split_info, SOFT_CAP, SCALE_FIRST,
+                             ALIKE, LOCAL, PAGE_SIZE, LISTED, KV_HEADS, GROUP, BLOCK_M, USED_M, PART, DIM, DIM_VO,
+                             BLOCK_DIM, BLOCK_DIM_VO, JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE, NARROW, THREADS,
+                             PDL)  # fmt: skip
+            elif (num_keys <= SHORT) | (LONGER == SHORT):  # a constant, where there is no other block to compile
                 _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, LISTED, GROUP, USED_M, SHORT,
                               DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, THREADS, PDL)  # fmt: skip
             else:
@@ -231,42 +238,60 @@ def _attend_item(  # type: ignore[no-untyped-def]
         write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale,
                    out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
     else:
-        # Partial results are [partial slots, KV_HEADS, TILES, USED_M, ...]
-        used = query_len * GROUP - tile * BLOCK_M  # unused queries would take registers where splits are combined
-        first = (first_slot * KV_HEADS + head) * TILES + tile
-        step = KV_HEADS * TILES
-        # Before the store, which takes longer than to find out.
-        have_begun = _same_for_all(words + HAVE_BEGUN, num_splits > JOINED, THREADS)
-        launches = tl.load(words + LAUNCHES, volatile=True)
-        store_partial(partial_acc, partial_ml, first + split * step, acc, m_i, l_i, used, USED_M)
-        tl.debug_barrier()  # all of the program's stores come before its count
-        if num_splits > JOINED:
-            stays = (have_begun == num_splits) & (next_item >= end_item)
-            part, num_parts = arrive(words, num_splits, launches, stays.to(tl.int32))
-            if num_parts > 0:
-                tl.debug_barrier()
-                if num_splits <= _FEW_ROUNDS * (JOIN_SIZE // WIDE):  # of few splits whole rows are sooner read
-                    _combine_part(
-                        partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
-                        sinks, tile, head, first_token, query_len, value_scale, out_token, out_head, lse_token,
-                        has_sinks, want_lse, GROUP, BLOCK_M, USED_M, DIM_VO, BLOCK_DIM_VO, JOIN_SIZE, WIDE,
-                    )  # fmt: skip
-                else:  # of many splits more programs share a query's columns
-                    _combine_part(
-                        partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
-                        sinks, tile, head, first_token, query_len, value_scale, out_token, out_head, lse_token,
-                        has_sinks, want_lse, GROUP, BLOCK_M, USED_M, DIM_VO, BLOCK_DIM_VO, JOIN_SIZE, NARROW,
-                    )  # fmt: skip
-        elif tl.atomic_add(words, 1, sem="acq_rel") == num_splits - 1:
+        _store_split(
+            acc, m_i, l_i, next_item >= end_item, words, num_splits, split, first_slot, output, lse, partial_acc,
+            partial_ml, sinks, head, tile, first_token, query_len, value_scale, out_token, out_head, lse_token,
+            has_sinks, want_lse, KV_HEADS, GROUP, TILES, BLOCK_M, DIM_VO, BLOCK_DIM_VO, USED_M, JOINED, BLOCK_SPLITS,
+            JOIN_SIZE, WIDE, NARROW, THREADS,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_split(  # type: ignore[no-untyped-def]
+    acc, m_i, l_i, is_free, words, num_splits, split, first_slot, output, lse, partial_acc, partial_ml, sinks, head,
+    tile, first_token, query_len, value_scale, out_token, out_head, lse_token, has_sinks, want_lse,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, DIM_VO: tl.constexpr,
+    BLOCK_DIM_VO: tl.constexpr, USED_M: tl.constexpr, JOINED: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    JOIN_SIZE: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Store what one of a row's splits gave, [queries, BLOCK_DIM_VO], and combine all of them, or a part of their
+    columns, if that is this program's. It may wait for others only if it is free, with no more to attend for."""
+    # Partial results are [partial slots, KV_HEADS, TILES, USED_M, ...]
+    used = query_len * GROUP - tile * BLOCK_M  # unused queries would take registers where splits are combined
+    first = (first_slot * KV_HEADS + head) * TILES + tile
+    step = KV_HEADS * TILES
+    # Before the store, which takes longer than to find out.
+    have_begun = _same_for_all(words + HAVE_BEGUN, num_splits > JOINED, THREADS)
+    launches = tl.load(words + LAUNCHES, volatile=True)
+    store_partial(partial_acc, partial_ml, first + split * step, acc, m_i, l_i, used, USED_M)
+    tl.debug_barrier()  # all of the program's stores come before its count
+    if num_splits > JOINED:
+        stays = (have_begun == num_splits) & is_free
+        part, num_parts = arrive(words, num_splits, launches, stays.to(tl.int32))
+        if num_parts > 0:
             tl.debug_barrier()
-            tl.store(words, 0)  # for the next launch
-            row_acc, row_m, row_l = combine_splits(
-                partial_acc, partial_ml, first, step, num_splits, used, USED_M, BLOCK_DIM_VO, BLOCK_SPLITS,
-                BLOCK_DIM_VO,
-            )  # fmt: skip
-            write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M), head,
-                       first_token, query_len, value_scale, out_token, out_head, lse_token, has_sinks, want_lse,
-                       GROUP, DIM_VO)  # fmt: skip
+            if num_splits <= _FEW_ROUNDS * (JOIN_SIZE // WIDE):  # of few splits whole rows are sooner read
+                _combine_part(
+                    partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
+                    sinks, tile, head, first_token, query_len, value_scale, out_token, out_head, lse_token,
+                    has_sinks, want_lse, GROUP, BLOCK_M, USED_M, DIM_VO, BLOCK_DIM_VO, JOIN_SIZE, WIDE,
+                )  # fmt: skip
+            else:  # of many splits more programs share a query's columns
+                _combine_part(
+                    partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
+                    sinks, tile, head, first_token, query_len, value_scale, out_token, out_head, lse_token,
+                    has_sinks, want_lse, GROUP, BLOCK_M, USED_M, DIM_VO, BLOCK_DIM_VO, JOIN_SIZE, NARROW,
+                )  # fmt: skip
+    elif tl.atomic_add(words, 1, sem="acq_rel") == num_splits - 1:
+        tl.debug_barrier()
+        tl.store(words, 0)  # for the next launch
+        row_acc, row_m, row_l = combine_splits(
+            partial_acc, partial_ml, first, step, num_splits, used, USED_M, BLOCK_DIM_VO, BLOCK_SPLITS,
+            BLOCK_DIM_VO,
+        )  # fmt: skip
+        write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M), head,
+                   first_token, query_len, value_scale, out_token, out_head, lse_token, has_sinks, want_lse,
+                   GROUP, DIM_VO)  # fmt: skip
 
 
 @triton.jit(noinline=True)  # type: ignore[untyped-decorator]
@@ -281,7 +306,57 @@ def _attend_short(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Attend to all of a row's keys `start` to `stop`, no more than a block of BLOCK_N, and write what `decode_kernel`
     does, which has these arguments; `key` and `value` point to the KV head's first element, `pages` to the row's first
-    page id, and `page_ids` are those of its first pages with keys, if LISTED.
+    page id, and `page_ids` are those of its first pages with keys, if LISTED."""
+    lane, acc, m_i, l_i = _at_once(
+        query, key, value, pages, page_ids, start, stop, seq_len, first_token, query_len, head, scale, soft_cap,
+        window_right, window_left, chunk, query_token, query_head, key_page, key_slot, value_page, value_slot, SOFT_CAP,
+        SCALE_FIRST, ALIKE, LOCAL, LOCAL, PAGE_SIZE, LISTED, GROUP, USED_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM,
+        BLOCK_DIM_VO, THREADS, PDL,
+    )  # fmt: skip
+    write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale, out_token, out_head,
+               lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+
+
+@triton.jit(noinline=True)  # type: ignore[untyped-decorator]
+def _attend_part(  # type: ignore[no-untyped-def]
+    query, key, value, output, lse, pages, page_ids, sinks, start, stop, seq_len, first_token, query_len, head, scale,
+    value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token, query_head, key_page,
+    key_slot, value_page, value_slot, out_token, out_head, lse_token, partial_acc, partial_ml, counters, first_slot,
+    split_info, SOFT_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, LISTED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    USED_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM_VO: tl.constexpr, JOINED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, JOIN_SIZE: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for one of a row's splits, the only one of its program."""
+    num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
+    words = counters + (first_slot * KV_HEADS + head) * JOIN_WORDS
+    if num_splits > JOINED:
+        tl.atomic_add(words + HAVE_BEGUN, 1, sem="relaxed")
+    _lane, acc, m_i, l_i = _at_once(
+        query, key, value, pages, page_ids, start, stop, seq_len, first_token, query_len, head, scale, soft_cap,
+        window_right, window_left, chunk, query_token, query_head, key_page, key_slot, value_page, value_slot, SOFT_CAP,
+        SCALE_FIRST, ALIKE, LOCAL, 1, PAGE_SIZE, LISTED, GROUP, USED_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO,
+        THREADS, PDL,
+    )  # fmt: skip
+    _store_split(acc, m_i, l_i, True, words, num_splits, split, first_slot, output, lse, partial_acc, partial_ml, sinks,
+                 head, 0, first_token, query_len, value_scale, out_token, out_head, lse_token, has_sinks, want_lse,
+                 KV_HEADS, GROUP, 1, BLOCK_M, DIM_VO, BLOCK_DIM_VO, USED_M, JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE,
+                 NARROW, THREADS)  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _at_once(  # type: ignore[no-untyped-def]
+    query, key, value, pages, page_ids, start, stop, seq_len, first_token, query_len, head, scale, soft_cap,
+    window_right, window_left, chunk, query_token, query_head, key_page, key_slot, value_page, value_slot,
+    SOFT_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr,
+    ANYWHERE: tl.constexpr, PAGE_SIZE: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr, USED_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM_VO: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What keys `start` to `stop` of a row give, no more than BLOCK_N: its queries' numbers [QUERIES], sums
+    [QUERIES, BLOCK_DIM_VO], the highest logits in base 2, and sums of weights. The arguments are `_attend_short`'s, and
+    ANYWHERE: keys begin at any multiple of 16, or else at the row's first.
 
     A program that reads so little takes most of its time to fetch its code, and to wait. So nothing loops here, keys
     and values are asked for at once, and a function of its own takes no registers of the rest. Products are
@@ -304,8 +379,8 @@ def _attend_short(  # type: ignore[no-untyped-def]
     there = tl.minimum(keys, stop - 1)  # no query sees what is read twice: for finite values as good as a mask
     there = there.to(tl.uint32)  # which is divided by fewer instructions
     if LISTED:
-        first = start % PAGE_SIZE if LOCAL else 0  # all keys of a row without a window are its item's
-        MOST_PAGES: tl.constexpr = (BLOCK_N - 1 + (PAGE_SIZE - 16 if LOCAL else 0)) // PAGE_SIZE + 1
+        first = start % PAGE_SIZE if ANYWHERE else 0
+        MOST_PAGES: tl.constexpr = (BLOCK_N - 1 + (PAGE_SIZE - 16 if ANYWHERE else 0)) // PAGE_SIZE + 1
         nth = (first + tl.arange(0, BLOCK_N)) // PAGE_SIZE
         page = nth * 0 + page_ids[0]
         for i in tl.static_range(1, MOST_PAGES):
@@ -342,9 +417,7 @@ def _attend_short(  # type: ignore[no-untyped-def]
     for i in tl.static_range(NUM_PIECES):
         some_values = tl.trans(_once_loaded(v[i], PDL).to(of_dtype))
         pieces = pieces + (tl.dot(some_values, p.to(of_dtype)),)  # type: ignore[assignment]  # noqa: RUF005
-    acc = tl.trans(_below_one_another(pieces, NUM_PIECES))
-    write_rows(output, lse, sinks, acc, m_i, tl.sum(p, 0), lane, head, first_token, query_len, value_scale,
-               out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+    return lane, tl.trans(_below_one_another(pieces, NUM_PIECES)), m_i, tl.sum(p, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
