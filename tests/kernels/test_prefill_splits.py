@@ -184,6 +184,29 @@ def test_a_last_wave_is_split_where_that_is_faster() -> None:
     assert np.exp(np.log(ratios).mean()) < 0.93
 
 
+def test_whole_tiles_wait_for_the_splits_in_front_of_them() -> None:
+    """Over random loads of long rows and short ones: what splits take is known, and the best target or one nearly as
+    good is taken."""
+    known, picked = [], []
+    for seed in range(400):
+        dice = Random(f"behind {seed}")
+        heads, num_rows = dice.choice((1, 2, 4, 8)), dice.choice((2, 5, 20, 60))
+        load = load_of([dice.randint(1, 3) for _ in range(num_rows)],
+                       [int(4 * 2 ** dice.uniform(0, 7)) for _ in range(num_rows)])  # fmt: skip
+        expected, found = {}, {}
+        for target in splits.tried_targets(132):
+            counts = splits.num_splits(load, heads, target, WIDE.min_blocks)
+            if (counts > 1).any():
+                expected[target] = splits.split_time(load, heads, 132, counts, WIDE)
+                found[target] = work_of(load, heads, 132, 0.0, 0, target)
+        known += [expected[target] / found[target] for target in found]
+        if found:
+            picked.append(found[min(expected, key=expected.__getitem__)] / min(found.values()))
+    assert np.quantile(known, 0.05) > 0.88
+    assert max(known) < 1.25
+    assert np.exp(np.log(picked).mean()) < 1.008
+
+
 def random_tiles(seed: int) -> tuple[Any, int, float]:
     """A causal load, KV heads, and blocks that a row's tile has less than the next one's."""
     dice = Random(f"by length {seed}")

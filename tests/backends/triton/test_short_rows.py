@@ -65,9 +65,12 @@ FAULTS = {
                                    "            value = as_pairs(value) if PAIRS else value\n            given = (\n"),
     "longer rows": ("tl.where(is_whole, most_short, PART)", "tl.where(is_whole, 4 * most_short, PART)"),
     "longer parts": ("tl.where(is_whole, most_short, PART)", "tl.where(is_whole, most_short, 4 * PART)"),
-    "parts begin with a page": ("        SCALE_FIRST, ALIKE, LOCAL, 1, PAGE_SIZE", "        SCALE_FIRST, ALIKE, LOCAL, LOCAL, PAGE_SIZE"),
-    "heads count together": ("words = counters + (first_slot * KV_HEADS + head) * JOIN_WORDS", "words = counters + first_slot * KV_HEADS * JOIN_WORDS"),
-    "parts lie in the first one's place": ("_store_split(acc, m_i, l_i, True, words, num_splits, split, first_slot,", "_store_split(acc, m_i, l_i, True, words, num_splits, 0, first_slot,"),
+    "parts begin with a page": ("SCALE_FIRST, ALIKE, LOCAL, 1, PAGE_SIZE",
+                                "SCALE_FIRST, ALIKE, LOCAL, LOCAL, PAGE_SIZE"),
+    "heads count together": ("counters + (first_slot * KV_HEADS + head) * JOIN_WORDS",
+                             "counters + first_slot * KV_HEADS * JOIN_WORDS"),
+    "parts lie where the first one does": ("_store_split(acc, m_i, l_i, True, words, num_splits, split,",
+                                           "_store_split(acc, m_i, l_i, True, words, num_splits, 0,"),
 }  # fmt: skip
 
 

@@ -225,27 +225,31 @@ def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> Non
 @only_interpreted
 @pytest.mark.parametrize("seed", range(16))
 def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
-    """Random rows: parts of one size, a block or twice or four times as much, the shortest of which no more than half
-    of the programs that the GPU holds have one; rows of few keys are whole. Else, and where none is asked for, as
-    without."""
+    """Random rows: parts of one size, as many keys as is asked for, or twice or four times as many, the shortest of
+    which no more than half of the programs that the GPU holds have one, and no row is in many; rows of few keys are
+    whole. Else, and where none is asked for, as without."""
     drawn = np.random.default_rng(1100 + seed)
     num_rows, heads, resident = int(drawn.integers(1, 12)), int(drawn.integers(1, 5)), int(drawn.choice([4, 8]))
     block_n, num_sms = int(drawn.choice([16, 32])), int(drawn.choice([20, 132]))
     lens = np.exp(drawn.uniform(0, np.log(drawn.choice([300, 3000])), num_rows)).astype(np.int32)
-    max_cuts = num_sms * resident // heads
+    if seed % 4 == 0:  # one that is in many parts of the shortest size
+        lens, heads, num_sms = np.append(lens[:2], drawn.integers(2100, 8100)).astype(np.int32), 1, 132
+        num_rows = len(lens)
+    max_cuts, least = num_sms * resident // heads, int(drawn.choice([16, 32, 64]))
     sizes = cut_list.SplitSizes(num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, 4)
     filling, whole = cut_list.Filling(max_cuts // 2, 96, heads, num_sms, resident, 32, 32), int(drawn.choice([48, 64]))
     found = []
-    for part_keys in (16, 0):
+    for part_keys in (least, 0):
         counters = torch.zeros(num_rows, dtype=torch.int32)
         given = filling._replace(part_keys=part_keys, whole_keys=whole)
         cuts = cut_list.CutList(sizes, given, counters, 1)
         cuts.fill(torch.from_numpy(lens), torch.arange(num_rows + 1, dtype=torch.int32))
         found.append([cut for cut in items_of(cuts) if cut])
     blocks = -(-lens // block_n)
-    for part in (max(16 // block_n, 1) << doubled for doubled in range(equal_cuts.PART_SIZES.value)):
+    sizes_of_parts = [max(least // block_n, 1) << doubled for doubled in range(equal_cuts.PART_SIZES.value)]
+    for part in (part for part in sizes_of_parts if part * block_n <= equal_cuts.MOST_PART_KEYS.value):
         wanted = np.where(blocks > whole // block_n, -(-blocks // part), 1)
-        if 2 * wanted.sum() * heads <= num_sms * resident:
+        if 2 * wanted.sum() * heads <= num_sms * resident and wanted.max() <= equal_cuts.MANY_PARTS.value:
             break
     else:
         assert found[0] == found[1]
