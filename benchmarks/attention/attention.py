@@ -114,9 +114,10 @@ OTHERWISE = {  # that TRITON can serve a mixed batch, beside side by side
         "num_decode_tokens": 0,
         "prefills_are_prompts": False,
         "prefill_share": None,
+        "decode_sms": None,
         "prefill_splits": None,
     },
-    IN_TURN: {"prefill_share": None, "prefill_splits": None},
+    IN_TURN: {"prefill_share": None, "decode_sms": None, "prefill_splits": None},
 }
 BARE = bare_kernels.DECODE | bare_kernels.PREFILL
 OWN = {  # bare kernels that are FLASHINFER's, and those of FLASH_ATTN's providers

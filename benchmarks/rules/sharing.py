@@ -64,7 +64,9 @@ def shares_beside(metadata: Any) -> dict[str, dict[str, Any]]:
     if metadata.prefill_share is None:
         raise SystemExit("here decodes do not run beside prefills: that takes a Hopper GPU and Triton 3.6 or 3.7")
     shares = sorted({metadata.prefill_share, *SHARES})
-    return {IN_TURN: {"prefill_share": None}} | {str(share): {"prefill_share": share} for share in shares}
+    return {IN_TURN: {"prefill_share": None, "decode_sms": None}} | {
+        str(share): {"prefill_share": share} for share in shares
+    }
 
 
 if __name__ == "__main__":

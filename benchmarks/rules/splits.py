@@ -59,7 +59,7 @@ def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
         if built.prefill_share is not None or (built.prefill_splits and first)
         else None
     )
-    whole = replace(built, prefill_splits=None, prefill_share=share, short_tile=None, hopper_tile=None)
+    whole = replace(built, prefill_splits=None, prefill_share=share, decode_sms=None, short_tile=None, hopper_tile=None)
     ways = {WHOLE: whole} | _by_other_tiles(problem, whole)
     is_paged = built.page_table is not None and not built.prefills_are_prompts
     tile = split_tile(spec, problem.cache, None, problem.device, is_paged=is_paged, is_upcast=built.num_upcast_keys > 0)

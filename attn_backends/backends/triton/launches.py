@@ -45,8 +45,8 @@ class Launches(NamedTuple):
 
 
 NO_PREFILL: dict[str, Any] = {
-    "num_upcast_keys": 0, "upcast_rows": (), "prefill_share": None, "prefill_splits": None, "short_tile": None,
-    "hopper_tile": None, "prefills_are_prompts": False,
+    "num_upcast_keys": 0, "upcast_rows": (), "prefill_share": None, "decode_sms": None, "prefill_splits": None,
+    "short_tile": None, "hopper_tile": None, "prefills_are_prompts": False,
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from attn_backends.backends.triton.launches import NO_PREFILL, Launches, Lens, m
 from attn_backends.backends.triton.plans import TilePlan, are_faster_together, prefill_plan, split_plan
 from attn_backends.backends.triton.rules import (
     can_upcast,
+    decode_sms,
     decode_tokens,
     of_fresh_keys,
     prefill_share,
@@ -36,7 +37,7 @@ from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import faster_hopper_tile
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
-from attn_backends.kernels.prefill.splits import PrefillSplits
+from attn_backends.kernels.prefill.splits import PrefillSplits, hopper_tile
 from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
 
@@ -55,6 +56,7 @@ class TritonMetadata(AttentionMetadata):
     num_upcast_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
     upcast_rows: tuple[UpcastRows, ...]  # those rows in turn, where there is no room for all of their keys
     prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
+    decode_sms: int | None  # multiprocessors that these leave free, for as many of which decodes are cut; None: for all
     prefill_splits: PrefillSplits | None  # of the keys of rows behind the decodes; None: they are whole, rows as given
     short_tile: PrefillTile | None  # of the portable kernel, where it serves rows that see few keys, and no decodes
     hopper_tile: HopperTile | None  # of the kernel for Hopper, where it serves with another than the usual one
@@ -73,6 +75,7 @@ class TritonMetadata(AttentionMetadata):
             "num_upcast_keys": 0,
             "upcast_rows": (),
             "prefill_share": None,
+            "decode_sms": None,
             "prefill_splits": self.prefill_splits if self.is_mixed else None,  # where all rows count as decodes
             "query_start_loc": self.query_start_loc[: rows + 1],
             "key_start_loc": self.key_start_loc[: rows + 1],
@@ -89,6 +92,7 @@ class TritonMetadata(AttentionMetadata):
             "num_upcast_keys": 0 if self.upcast_rows else self.num_upcast_keys,  # numbers of rows are this step's
             "upcast_rows": (),
             "prefill_share": None,
+            "decode_sms": None,
             "query_start_loc": self.query_start_loc[first : last + 1] - self.num_decode_tokens,
             "key_start_loc": self.key_start_loc[first : last + 1] - self.num_decode_new_kv,
             "seq_lens": self.seq_lens[first:last],
@@ -168,10 +172,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                     num_decode_rows = max_decode_len = 0
                     are_prompts, alone = False, together
             other_tile, splits = alone.tile, alone.splits
+        share = None if tile or (splits and splits.target) else self._prefill_share(lens, num_decode_rows)
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "upcast_rows": upcast_rows,
-            "prefill_share": None if tile or (splits and splits.target) else self._prefill_share(lens, num_decode_rows),
+            "prefill_share": share,
+            "decode_sms": None
+            if is_upcast or common.for_graph
+            else self._decode_sms(lens, num_decode_rows, other_tile, share, is_paged),
             "prefill_splits": splits,
             "short_tile": tile,
             "hopper_tile": other_tile,
@@ -231,6 +239,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if not (num_decodes and self._can_run_beside):
             return None
         return prefill_share(self.group.spec, *lens, num_decodes)
+
+    def _decode_sms(
+        self, lens: Lens, num_decodes: int, tile: HopperTile | None, share: float | None, is_paged: bool
+    ) -> int | None:  # fmt: skip
+        spec = self.group.spec if is_paged else of_fresh_keys(self.group.spec)
+        usual = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=False)
+        if share is None or not usual.beside:  # they do not run beside those of the portable kernel
+            return None
+        return decode_sms(spec, hopper_tile(spec, tile), *lens, num_decodes, share, self.device)
 
     def _plan(
         self, common: CommonAttentionMetadata, lens: Lens, bounds: Lens, num_decodes: int, is_paged: bool,

@@ -6,6 +6,7 @@ Side by side prefills make products while decodes read.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -24,7 +25,7 @@ from attn_backends.kernels.prefill.launch import (
     portable_tile,
     suits_hopper_kernel,
 )
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, hopper_tile, split_target
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, hopper_tile, split_target, time_of
 from attn_backends.kernels.prefill.tiles import PrefillTile, half_tile, heads_in_l2
 from attn_backends.kernels.prefill.waves import faster_by_length, is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE
@@ -65,6 +66,35 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
     products = HOPPER_ROWS * int(num_hopper_tiles(spec, tokens).astype(np.int64) @ seen)
     even = products / (products + _PRODUCTS_A_BYTE * read)
     return 1.0 if even > _MOST else max(even, _LEAST)
+
+
+_FEW_BESIDE = 0.5  # multiprocessors of prefills to each that they leave, up to which decodes gain by it
+_SAME_CUTS = 4  # multiprocessors, so that steps which are nearly alike have the same cuts
+
+
+def decode_sms(
+    spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int, share: float,
+    device: torch.device,
+) -> int | None:  # fmt: skip
+    """Multiprocessors that the tiles of the rows behind the decodes leave free, where decodes that are cut for as many
+    are sooner done than with programs for all: some of those begin once a tile, or another one, has ended. None: they
+    are not.
+
+    Args:
+        tile: of the kernel for Hopper.
+        query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
+        share: see `prefill_share`.
+    """
+    num_sms = num_multiprocessors(device)
+    load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
+    most = math.ceil(share * tile.num_programs(num_sms))
+    taken = min(int(load.tiles.sum()) * spec.num_kv_heads, most)  # each a multiprocessor's, while there are such
+    free = (num_sms - taken) // _SAME_CUTS * _SAME_CUTS
+    if taken == 0 or free <= 0:
+        return None
+    prefills = time_of(load, spec.num_kv_heads, most, 0, tile)
+    decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
+    return free if taken / free < _FEW_BESIDE * min(1.0, prefills / max(decodes, 1e-9)) else None
 
 
 SHORT_TILES = (PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3))

@@ -216,7 +216,8 @@ class TritonState(AttentionState[TritonMetadata]):
             workspace.tiles.zero_()
         num_decoded = metadata.num_rows if metadata.is_mixed else metadata.num_decode_rows
         if num_decoded:
-            schedule = self._schedule(metadata.group_index, num_decoded, metadata.max_decode_len, workspace).anew()
+            given = metadata.group_index, num_decoded, metadata.max_decode_len, workspace
+            schedule = self._schedule(*given, metadata.decode_sms).anew()
             schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc, metadata.page_table)
         return TritonStep(metadata, schedule, workspace, splits, sections)
 
@@ -248,12 +249,15 @@ class TritonState(AttentionState[TritonMetadata]):
         return TileList(splits, num_kv_heads, visible_range(spec), span.first_row, num_rows, num_tiles,
                         block_dims(spec)[1], where, others_tokens, num_tokens)  # fmt: skip
 
-    def make_schedule(self, group: int, num_rows: int, query_len: int, workspace: Workspace) -> Schedule:
+    def make_schedule(
+        self, group: int, num_rows: int, query_len: int, workspace: Workspace, num_sms: int | None = None
+    ) -> Schedule:  # fmt: skip
+        """Args: num_sms: multiprocessors that work items are to fill; None: all."""
         spec = self._specs[group]
         tile = self._tile(spec, num_rows, query_len)
         workspace.check(decode_need(spec, tile, query_len, self._num_sms), num_rows, query_len)
         page_size = self.cache.page_size
-        return Schedule(spec, tile, num_rows, query_len, self._num_sms, page_size, workspace.counters)
+        return Schedule(spec, tile, num_rows, query_len, num_sms or self._num_sms, page_size, workspace.counters)
 
     def _tile(self, spec: AttentionSpec, num_rows: int, query_len: int) -> DecodeTile:
         query_rows = SplitPlan.of(spec, query_len).block_m

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -76,6 +77,46 @@ def test_decodes_that_split_prefills_take_along(monkeypatch: pytest.MonkeyPatch)
     assert together(1, 100)
     assert together(8, 1000)
     assert not together(64, 6000)
+
+
+def built_of(spec: AttentionSpec, decodes: list[int], prompts: list[int], for_graph: bool = False) -> Any:
+    """A step's metadata on a GPU of 132 multiprocessors."""
+    rows = [SequenceData(n, 1, range(-(-(n + 1) // 16))) for n in decodes]
+    rows += [SequenceData(0, n, range(-(-n // 16))) for n in prompts]
+    groups, device = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)], torch.device("cpu")
+    common = CommonAttentionMetadata.from_sequence_groups(groups, 16, device)
+    with listing(launching.Machine(132, 227 << 10, True, True, True)):
+        builder = metadata.TritonMetadataBuilder(
+            plan_groups({0: spec})[0], KVCacheSpec(9000, 16), Limits(100, 1 << 16, 1 << 17), device
+        )
+        return builder.build(0, replace(common, is_mixed=for_graph, for_graph=for_graph))
+
+
+def test_multiprocessors_that_decodes_are_cut_for() -> None:
+    """Those that a few tiles leave; all, where they leave few or are done long before the decodes, which would lose
+    more by these, where nothing is beside the decodes, and in graphs."""
+    spec, decodes = AttentionSpec(16, 2, 128, dtype=torch.bfloat16), [794] * 43
+    assert built_of(spec, decodes, [45]).decode_sms == 120  # of twelve tiles of half the size
+    assert built_of(spec, [30_000] * 43, [45]).decode_sms is None
+    assert built_of(spec, decodes, [900]).decode_sms is None
+    assert built_of(spec, decodes, []).decode_sms is None
+    assert built_of(spec, decodes, [45], for_graph=True).decode_sms is None
+    assert built_of(replace(spec, logits_soft_cap=30.0), decodes, [45]).decode_sms is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_fewer_than_tiles_leave(seed: int) -> None:
+    dice = Random(f"decode sms {seed}")
+    heads = dice.choice(((8, 8), (16, 2), (32, 8), (12, 1)))
+    spec = AttentionSpec(*heads, dice.choice((64, 128, 256)), dtype=torch.bfloat16)
+    decodes = [int(2 ** dice.uniform(3, 14)) for _ in range(dice.randint(1, 60))]
+    prompts = [int(2 ** dice.uniform(5, 11)) for _ in range(dice.randint(1, 4))]
+    built = built_of(spec, decodes, prompts)
+    if built.decode_sms is not None:
+        tile = sharing.hopper_tile(spec, built.hopper_tile)
+        tiles = sum(-(-tokens // tile.tokens) for tokens in prompts) * spec.num_kv_heads
+        assert built.prefill_share is not None
+        assert 88 <= built.decode_sms <= 132 - tiles
 
 
 @pytest.mark.parametrize("kind", ["prefill_tile", "prompt_tile", None])

@@ -207,6 +207,19 @@ def test_decodes_wait_for_other_prefills(
 
 
 @only_interpreted
+@pytest.mark.parametrize("decode_sms", [None, 1])
+def test_decodes_are_cut_for_what_prefills_leave(decode_sms: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter counts two multiprocessors."""
+    monkeypatch.setattr(metadata, "short_tile", lambda *_: None)
+    monkeypatch.setattr(metadata.TritonMetadataBuilder, "_decode_sms", lambda *_: decode_sms)
+    batch = random_batch(get_backend("TRITON"), AttentionSpec(4, 2, 64, dtype=torch.float16), [900, 70, 40], [1, 1, 40])
+    layer = make_layer(get_backend("TRITON"), batch)
+    step = layer.begin(batch)
+    assert step.schedule.work_list._numbers.num_sms == (decode_sms or 2)
+    assert_matches(layer.forward(batch, step), batch)
+
+
+@only_interpreted
 @pytest.mark.parametrize(
     ("changes", "shares"),
     [({}, True), ({"logits_soft_cap": 30.0}, False), ({"cache_dtype": torch.float8_e4m3fn}, True)],
