@@ -173,13 +173,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                     are_prompts, alone = False, together
             other_tile, splits = alone.tile, alone.splits
         share = None if tile or (splits and splits.target) else self._prefill_share(lens, num_decode_rows)
+        cut_for = None
+        if share is not None and not (is_upcast or common.for_graph):
+            cut_for = self._decode_sms(lens, num_decode_rows, other_tile, share, is_paged)
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "upcast_rows": upcast_rows,
             "prefill_share": share,
-            "decode_sms": None
-            if is_upcast or common.for_graph
-            else self._decode_sms(lens, num_decode_rows, other_tile, share, is_paged),
+            "decode_sms": cut_for,
             "prefill_splits": splits,
             "short_tile": tile,
             "hopper_tile": other_tile,
@@ -241,11 +242,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return prefill_share(self.group.spec, *lens, num_decodes)
 
     def _decode_sms(
-        self, lens: Lens, num_decodes: int, tile: HopperTile | None, share: float | None, is_paged: bool
+        self, lens: Lens, num_decodes: int, tile: HopperTile | None, share: float, is_paged: bool
     ) -> int | None:  # fmt: skip
         spec = self.group.spec if is_paged else of_fresh_keys(self.group.spec)
         usual = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=False)
-        if share is None or not usual.beside:  # they do not run beside those of the portable kernel
+        if not usual.beside:  # the portable kernel lets none run beside it
             return None
         return decode_sms(spec, hopper_tile(spec, tile), *lens, num_decodes, share, self.device)
 
