@@ -519,8 +519,8 @@ FAULTS = {
     ),
     "values that are never let go": (
         "triton",
-        "        barrier()\n        mbarrier.arrive(empty[1].index(stage))\n\n",
-        "\n",
+        "        barrier()\n        mbarrier.arrive(empty[1].index(stage))\n    elif",
+        "    elif",
         STUCK,
     ),
     "tiles that nobody waits for": (

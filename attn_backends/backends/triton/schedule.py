@@ -146,7 +146,7 @@ class ShortBlocks(NamedTuple):
 
 @lru_cache(maxsize=256)
 def short_blocks(spec: AttentionSpec, tile: DecodeTile, plan: SplitPlan) -> ShortBlocks:
-    """Those of a tile. Splits over 16 bits have the smaller block: by the larger one 64 keys of 128 columns took no
+    """The blocks of a tile. Splits over 16 bits have the smaller one: by the larger one 64 keys of 128 columns took no
     less time than by a loop, on an H200."""
     has_function = plan.tiles == 1 and plan.block_m == _SMALL_TILE_ROWS and spec.alibi_slopes is None
     if not has_function or spec.dtype.itemsize > 2 or tile.warps > _SHORT_WARPS:

@@ -361,7 +361,7 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
         code = listing(_compiled(ASTSource, kernel, types, constants, 4, 90))
         assert "HMMA" in code
         assert "F2F." not in code
-        assert code.count("LDS.U8") <= 4  # by masks
+        assert code.count("LDS.U8") <= 8  # by masks, four in each function that attends for some keys at once
 
 
 @pytest.mark.parametrize("start", list(Pdl))
@@ -495,7 +495,8 @@ def test_warps_agree_on_who_has_begun(warps: int) -> None:
     made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
     volatile = [line for line in made.asm["ttgir"].splitlines() if "tt.load" in line and "isVolatile = true" in line]
     loads = [line for line in volatile if "ptr<i32>" in line]
-    assert [f"tensor<{32 * warps}x!tt.ptr<i32>" in line for line in loads] == [True, False], loads
+    num_functions = 2 if warps == 1 else 1  # of parts that are attended for at once, and of all else
+    assert [f"tensor<{32 * warps}x!tt.ptr<i32>" in line for line in loads] == [True, False] * num_functions, loads
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (8, 1), (6, 2), (32, 8)], ids=str)

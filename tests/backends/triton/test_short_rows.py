@@ -260,6 +260,8 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
     with nullcontext() if fault == "none" else pytest.raises((AssertionError, IndexError, RuntimeError)):
         check(AttentionSpec(1, 1, 64, dtype=torch.float16), [20, 700] * 8, [1] * 16)  # several rows of each program
         check(AttentionSpec(1, 1, 64, dtype=torch.float16, window_left=30), [70, 90], [1, 1], page_size=48)
+        for seq_len in (130, 400):  # in parts of 32 keys, and of 64
+            check(AttentionSpec(1, 1, 128, dtype=torch.float16), [seq_len], [1], page_size=48)
         of_8_bits = AttentionSpec(4, 2, 128, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
         check(of_8_bits, [20, 33, 64], [1, 2, 3], unlike=True)
         for seed in range(30):

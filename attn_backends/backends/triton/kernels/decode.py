@@ -146,6 +146,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                              ALIKE, LOCAL, PAGE_SIZE, LISTED, KV_HEADS, GROUP, BLOCK_M, USED_M, PART, DIM, DIM_VO,
                              BLOCK_DIM, BLOCK_DIM_VO, JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE, NARROW, THREADS,
                              PDL)  # fmt: skip
+                tl.debug_barrier()  # in front of other items' results, of which this program has none
             elif (num_keys <= SHORT) | (LONGER == SHORT):  # a constant, where there is no other block to compile
                 _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, LISTED, GROUP, USED_M, SHORT,
                               DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, THREADS, PDL)  # fmt: skip
