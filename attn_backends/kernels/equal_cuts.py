@@ -13,8 +13,8 @@ from attn_backends.kernels.split_kv import MAX_SPLITS, clear_counters, first_key
 
 SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program walks on to another row
 LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
-PART_SIZES = tl.constexpr(3)  # that short parts may have, each twice the one before
-MOST_PART_KEYS = tl.constexpr(64)  # of such a part
+PART_SIZES = tl.constexpr(3)  # of short parts that are tried at most, each twice the one before
+MOST_PART_KEYS = tl.constexpr(64)  # of a short part
 MANY_PARTS = tl.constexpr(128)  # of a row, behind which fewer that are longer are faster
 LISTED_PAGES = tl.constexpr(4)  # page ids that are listed with a work item, of its first keys
 MUCH_IDLE = tl.constexpr(2)  # blocks of a row, times the part of a GPU beyond half that its last round leaves idle

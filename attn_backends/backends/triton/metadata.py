@@ -244,7 +244,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _decode_sms(
         self, lens: Lens, num_decodes: int, tile: HopperTile | None, share: float, is_paged: bool
     ) -> int | None:  # fmt: skip
-        spec = self.group.spec if is_paged else of_fresh_keys(self.group.spec)
+        spec = self.group.spec
         usual = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=False)
         if not usual.beside:  # the portable kernel lets none run beside it
             return None

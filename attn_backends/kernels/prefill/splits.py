@@ -62,19 +62,21 @@ class SplitTile(NamedTuple):
 
 _WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
 # `SplitTile` from `of_a_tile` on, in blocks of the usual tile: of that one, and of half the size. Of heads of up to 64,
-# of up to 128, as measured at tuning seeds 159 to 195, and of wider ones, at 237 to 241.
+# of up to 128, and of up to 192, as measured at tuning seeds 159 to 195, and of 256, at 237 to 241.
 _TIMES = (
     ((1.6, 1.0, 1.0, 2.0, 5.1), (0.7, 0.6, 0.85, 2.1, 4.0)),
     ((1.6, 1.0, 1.0, 1.8, 5.4), (1.0, 0.53, 0.8, 1.4, 4.8)),
+    ((6.2, 1.0, 1.0, 3.0, 16.6), (2.1, 0.75, 1.0, 2.8, 7.1)),
     ((6.2, 1.0, 1.0, 2.6, 13.5), (1.8, 0.65, 1.0, 2.6, 7.5)),
 )
-# The same over 8 bits, from 34 shapes of tuning seed 197; what splits cost is taken from 16 bits. The smaller tile is
-# counted as if two of its size were as fast as the usual one, whose second group of warps has nothing of few queries.
-# Of heads of up to 64 divided by 1.66, which a block of 128 keys takes to one of 64 that they were measured with: by a
-# chunk alone.
+# The same over 8 bits, from 34 shapes of tuning seed 197; what splits cost is what they cost of 16 bits by then. The
+# smaller tile is counted as if two of its size were as fast as the usual one, whose second group of warps has nothing
+# of few queries. Of heads of up to 64 divided by 1.66, which a block of 128 keys takes to one of 64 that they were
+# measured with: by a chunk alone.
 _TIMES_OF_8_BITS = (
     ((1.5, 1.0, 1.0, 1.2, 3.1), (1.5, 0.66, 1.0, 1.2, 3.1)),
     ((2.5, 1.0, 1.0, 1.8, 5.4), (2.5, 1.1, 1.0, 1.8, 5.4)),
+    ((4.0, 1.0, 1.0, 3.0, 16.6), (4.0, 0.65, 1.0, 3.0, 7.1)),
     ((4.0, 1.0, 1.0, 3.0, 16.6), (4.0, 0.65, 1.0, 3.0, 7.1)),
 )
 
@@ -91,7 +93,8 @@ def hopper_tile(spec: AttentionSpec, tile: HopperTile | None = None) -> SplitTil
 def _hopper_tile(
     head_dim: int, head_dim_vo: int, group_size: int, tile: HopperTile, usual: HopperTile
 ) -> SplitTile:  # fmt: skip
-    times = (_TIMES_OF_8_BITS if tile.raw_stages else _TIMES)[0 if head_dim <= 64 else 1 if head_dim_vo <= 128 else 2]
+    widths = 0 if head_dim <= 64 else 1 if head_dim_vo <= 128 else 2 if head_dim <= 192 else 3
+    times = (_TIMES_OF_8_BITS if tile.raw_stages else _TIMES)[widths]
     return SplitTile(
         tile.tokens(group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, *times[tile.groups < usual.groups]
     )

@@ -71,7 +71,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     ALIKE: tl.constexpr,  # 0 or 1: keys and values have the same strides
     PAIRS: tl.constexpr,  # 0 or 1: values of 8 bits are read two by two
     PAGE_SIZE: tl.constexpr,  # slots
-    LISTED: tl.constexpr,  # 0 or 1: page ids are listed with work items, for `_attend_short`; pages are of a multiple
+    LISTED: tl.constexpr,  # 0 or 1: page ids are listed with work items, for `_at_once`; pages are of a multiple
     # of 16 slots
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
@@ -94,7 +94,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,  # of a query's columns that it combines at a time where these are still few
     NARROW: tl.constexpr,  # the same where they are many
     THREADS: tl.constexpr,  # of a program
-    SHORT: tl.constexpr,  # keys of a block of `_attend_short`; 0: no row is attended for by it
+    SHORT: tl.constexpr,  # keys of a block of `_attend_short`; 0: none are attended for at once
     LONGER: tl.constexpr,  # of its block for rows of more keys; SHORT: there is no such
     PART: tl.constexpr,  # of a block of `_attend_part`
     PDL: tl.constexpr,  # when this kernel starts, see `kernels.pdl.Pdl`
