@@ -240,7 +240,9 @@ def test_who_has_other_rows_first_is_waited_for(is_seen: bool, tmp_path: Path) -
     for it, and need not leave all to it."""
     kernel = copied_module(decode, tmp_path, LATE, *(() if is_seen else UNSEEN)).decode_kernel
     spec = AttentionSpec(2, 1, 32, dtype=torch.float16)
-    assert attend(spec, [40, 40, 40, 900], 3, 0, kernel, warps=4) == (5, 5 if is_seen else 1)
+    num_splits, num_parts = attend(spec, [40, 40, 40, 900], 3, 0, kernel, warps=4)
+    assert num_splits == 5
+    assert (num_parts == 5) == is_seen  # on busy cores another one may be as late as it
 
 
 @only_interpreted

@@ -211,6 +211,7 @@ def test_decodes_wait_for_other_prefills(
 def test_decodes_are_cut_for_what_prefills_leave(decode_sms: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter counts two multiprocessors."""
     monkeypatch.setattr(metadata, "short_tile", lambda *_: None)
+    monkeypatch.setattr(metadata.TritonMetadataBuilder, "_prefill_share", lambda *_: 0.5)
     monkeypatch.setattr(metadata.TritonMetadataBuilder, "_decode_sms", lambda *_: decode_sms)
     batch = random_batch(get_backend("TRITON"), AttentionSpec(4, 2, 64, dtype=torch.float16), [900, 70, 40], [1, 1, 40])
     layer = make_layer(get_backend("TRITON"), batch)
