@@ -64,7 +64,7 @@ KERNEL_FAULTS = {
                           "(first_slot * KV_HEADS * TILES + tile) * JOIN_WORDS"),
     "a launch arrives where the last one did": ("launches = tl.load(words + LAUNCHES, volatile=True)", "launches = 0"),
     "who has not begun is waited for": ("(have_begun == num_splits)", "(have_begun > 0)"),
-    "few splits are counted for good": ("            tl.store(words, 0)  # for the next launch\n", ""),
+    "few splits are counted for good": ("        tl.store(words, 0)  # for the next launch\n", ""),
 }  # fmt: skip
 
 
