@@ -90,11 +90,11 @@ def decode_sms(
     most = math.ceil(share * tile.num_programs(num_sms))
     taken = min(int(load.tiles.sum()) * spec.num_kv_heads, most)  # each a multiprocessor's, while there are such
     free = (num_sms - taken) // _SAME_CUTS * _SAME_CUTS
-    if taken == 0 or free <= 0:
+    if taken >= _FEW_BESIDE * free:
         return None
     prefills = time_of(load, spec.num_kv_heads, most, 0, tile)
     decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
-    return free if taken / free < _FEW_BESIDE * min(1.0, prefills / max(decodes, 1e-9)) else None
+    return free if taken * decodes < _FEW_BESIDE * free * prefills else None
 
 
 SHORT_TILES = (PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3))

@@ -58,7 +58,8 @@ class SplitPlan(NamedTuple):
         """So many programs as the tile aims at; of several tiles of queries, which read the same keys, all that fit.
 
         Args:
-            part_keys: of a part of a row, and most_short: of a row, that a program attends for at once.
+            part_keys: of a part of a row that a program attends for at once, at most; 0: it does for none.
+            most_short: the same of a whole row.
         """
         programs = tile.programs if self.tiles == 1 else _resident(tile)
         return Filling(
@@ -111,7 +112,7 @@ class Schedule:
         are_few = num_rows * spec.num_kv_heads <= _SHORT_PAIRS * num_sms
         self.has_one_loop = has_one_loop(spec, self.plan)
         self.short_blocks = short_blocks(spec, tile, self.plan)
-        self.most_short = self.short_blocks.of_few if are_few else self.short_blocks.usual  # keys of a row
+        self.most_short = self.short_blocks.of_few if are_few else self.short_blocks.usual  # keys of a whole row
         counted = counters[: self.plan.num_counters(spec, tile, num_sms)]
         filling = self.plan.filling(spec, tile, num_sms, self.short_blocks.part, self.most_short)
         listed = page_size if lists_pages(self.short_blocks, page_size) else 0

@@ -79,29 +79,35 @@ def test_decodes_that_split_prefills_take_along(monkeypatch: pytest.MonkeyPatch)
     assert not together(64, 6000)
 
 
-def built_of(spec: AttentionSpec, decodes: list[int], prompts: list[int], for_graph: bool = False) -> Any:
-    """A step's metadata on a GPU of 132 multiprocessors."""
-    rows = [SequenceData(n, 1, range(-(-(n + 1) // 16))) for n in decodes]
-    rows += [SequenceData(0, n, range(-(-n // 16))) for n in prompts]
+H200 = launching.Machine(132, 227 << 10, True, True, True)
+
+
+def built_of(spec: AttentionSpec, rows: list[SequenceData], options: Any = None, for_graph: bool = False) -> Any:
+    """A step's metadata on an H200."""
     groups, device = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)], torch.device("cpu")
     common = CommonAttentionMetadata.from_sequence_groups(groups, 16, device)
-    with listing(launching.Machine(132, 227 << 10, True, True, True)):
-        builder = metadata.TritonMetadataBuilder(
-            plan_groups({0: spec})[0], KVCacheSpec(9000, 16), Limits(100, 1 << 16, 1 << 17), device
-        )
+    given = plan_groups({0: spec})[0], KVCacheSpec(9000, 16), Limits(100, 1 << 16, 1 << 17), device
+    with listing(H200):
+        builder = metadata.TritonMetadataBuilder(*given, options=options)
         return builder.build(0, replace(common, is_mixed=for_graph, for_graph=for_graph))
+
+
+def mixed(decodes: list[int], prompts: list[int]) -> list[SequenceData]:
+    """Rows: decodes behind so many keys, and prompts of so many tokens."""
+    sizes = [(n, 1) for n in decodes] + [(0, n) for n in prompts]
+    return [SequenceData(old, new, range(-(-(old + new) // 16))) for old, new in sizes]
 
 
 def test_multiprocessors_that_decodes_are_cut_for() -> None:
     """Those that a few tiles leave; all, where they leave few or are done long before the decodes, which would lose
     more by these, where nothing is beside the decodes, and in graphs."""
     spec, decodes = AttentionSpec(16, 2, 128, dtype=torch.bfloat16), [794] * 43
-    assert built_of(spec, decodes, [45]).decode_sms == 120  # of twelve tiles of half the size
-    assert built_of(spec, [30_000] * 43, [45]).decode_sms is None
-    assert built_of(spec, decodes, [900]).decode_sms is None
-    assert built_of(spec, decodes, []).decode_sms is None
-    assert built_of(spec, decodes, [45], for_graph=True).decode_sms is None
-    assert built_of(replace(spec, logits_soft_cap=30.0), decodes, [45]).decode_sms is None
+    assert built_of(spec, mixed(decodes, [45])).decode_sms == 120  # of twelve tiles of half the size
+    assert built_of(spec, mixed([30_000] * 43, [45])).decode_sms is None
+    assert built_of(spec, mixed(decodes, [900])).decode_sms is None
+    assert built_of(spec, mixed(decodes, [])).decode_sms is None
+    assert built_of(spec, mixed(decodes, [45]), for_graph=True).decode_sms is None
+    assert built_of(replace(spec, logits_soft_cap=30.0), mixed(decodes, [45])).decode_sms is None
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -111,7 +117,7 @@ def test_no_fewer_than_tiles_leave(seed: int) -> None:
     spec = AttentionSpec(*heads, dice.choice((64, 128, 256)), dtype=torch.bfloat16)
     decodes = [int(2 ** dice.uniform(3, 14)) for _ in range(dice.randint(1, 60))]
     prompts = [int(2 ** dice.uniform(5, 11)) for _ in range(dice.randint(1, 4))]
-    built = built_of(spec, decodes, prompts)
+    built = built_of(spec, mixed(decodes, prompts))
     if built.decode_sms is not None:
         tile = sharing.hopper_tile(spec, built.hopper_tile)
         tiles = sum(-(-tokens // tile.tokens) for tokens in prompts) * spec.num_kv_heads
@@ -124,14 +130,7 @@ def test_no_decodes_go_along_where_a_given_tile_reads_pages(kind: str | None) ->
     """Prompts that the kernel for Hopper splits as they came: what is read from pages then takes another kernel."""
     tile = PrefillTile(64, 32, 4, 2)
     options = tuning.TritonOptions(**{kind: tile} if kind else {})
-    spec, cache, device = AttentionSpec(2, 1, 128, dtype=torch.bfloat16), KVCacheSpec(512, 16), torch.device("cpu")
-    rows = [SequenceData(300, 1, range(20)), SequenceData(300, 1, range(20)), SequenceData(0, 4000, range(250))]
-    groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
-    with listing(launching.Machine(132, 227 << 10, True, True, True)):
-        builder = metadata.TritonMetadataBuilder(
-            plan_groups({0: spec})[0], cache, Limits(8, 4096, 4096), device, options=options
-        )
-        built = builder.build(0, CommonAttentionMetadata.from_sequence_groups(groups, 16, device))
+    built = built_of(AttentionSpec(2, 1, 128, dtype=torch.bfloat16), mixed([300, 300], [4000]), options)
     assert built.prefill_splits is not None
     assert built.num_decode_rows == (2 if kind else 0)
     assert (built.prefill_splits.tile.beside > 0) == (kind != "prompt_tile")  # of the kernel for Hopper
@@ -149,15 +148,11 @@ def test_whole_prefills_alone_have_another_tile(seed: int) -> None:
     new = [int(2 ** numbers.uniform(5, 11)) for _ in range(numbers.choice([1, 4, 60]))]
     rows = decodes + [SequenceData(old, n, range(-(-(old + n) // 16)))
                       for n in new for old in [numbers.choice([0, int(2 ** numbers.uniform(0, 11))])]]  # fmt: skip
-    groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
-    with listing(launching.Machine(132, 227 << 10, True, True, True)):
-        builder = metadata.TritonMetadataBuilder(
-            plan_groups({0: spec})[0], KVCacheSpec(512, 16), Limits(100, 1 << 16, 1 << 17), device
-        )
-        built = builder.build(0, CommonAttentionMetadata.from_sequence_groups(groups, 16, device))
-        behind = rows[built.num_decode_rows :]
-        query_lens, seq_lens = (np.array([getattr(row, name) for row in behind], np.int32)
-                                for name in ("query_len", "seq_len"))  # fmt: skip
+    built = built_of(spec, rows)
+    behind = rows[built.num_decode_rows :]
+    query_lens, seq_lens = (np.array([getattr(row, name) for row in behind], np.int32)
+                            for name in ("query_len", "seq_len"))  # fmt: skip
+    with listing(H200):
         faster = faster_hopper_tile(spec, query_lens, seq_lens, device)
     splits = built.prefill_splits
     assert built.hopper_tile is None or (built.hopper_tile.raw_stages > 0) == (cached.itemsize == 1)
