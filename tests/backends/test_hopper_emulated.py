@@ -492,7 +492,7 @@ FAULTS = {
     ),
     "queries that nobody waits for": ("triton", "        async_copy.wait_group(0)\n", "", WRONG),
     "keys that are overwritten": (
-        "triton",
+        "triton of 128 dims",
         "        mbarrier.wait(empty[0].index(k_stage), block // K_STAGES & 1 ^ 1)\n",
         "",
         WRONG,
@@ -510,7 +510,7 @@ FAULTS = {
         WRONG + "|" + STUCK,
     ),
     "values that are let go too early": (
-        "triton",
+        "triton of 128 dims",
         "        acc = _wait_for_values(acc_pending, DIM_VO)\n        barrier()\n"
         "        mbarrier.arrive(empty[1].index(before % V_STAGES))\n",
         "        mbarrier.arrive(empty[1].index(before % V_STAGES))\n"
@@ -519,8 +519,14 @@ FAULTS = {
     ),
     "values that are never let go": (
         "triton",
-        "        barrier()\n        mbarrier.arrive(empty[1].index(stage))\n    elif",
-        "    elif",
+        "        barrier()\n        mbarrier.arrive(empty[1].index(stage))\n    else",
+        "    else",
+        STUCK,
+    ),
+    "a tile that the loader does not give back": (
+        "triton of 128 dims",
+        "    if num_blocks < LEAD:\n",
+        "    if num_blocks < 0:\n",
         STUCK,
     ),
     "tiles that nobody waits for": (

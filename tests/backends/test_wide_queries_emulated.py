@@ -18,17 +18,22 @@ from tests.helpers.mutate import copied_module
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
 
 LENS = [250, 131, 70, 300, 90], [20, 131, 33, 140, 90]  # tiles of one group of warps, of two, and of several blocks
-COPY = "_prefetch_queries(q, 0, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)\n"
-BEHIND = "        if Q_STAGES == 1:  # all threads have seen the last logits\n            " + COPY
+REST = "tensors, strides, warp_group, GROUP, BLOCK_Q, DIM"
+COPY = f"    _prefetch_queries(q, nth % Q_STAGES, tile_info, {REST}, SPLIT_HEADS)"
+NEXT = f"""        next_tile_info = _next_tile(q, tile_channel, num_tiles, {REST},
+                                    Q_STAGES, SPLIT_HEADS)  # fmt: skip
+"""
+NEXT_OF_NONE = "\n".join("    " + line for line in NEXT.splitlines()) + "\n"
 FAULTS = {
     "they come in front of the last logits": [
-        (BEHIND, ""),
-        ("        q_read = q._reinter", f"        if Q_STAGES == 1:\n            {COPY}        q_read = q._reinter"),
+        (f"{NEXT}        p, acc", "        p, acc"),
+        ("        q_read = q._reinter", f"{NEXT}        q_read = q._reinter"),
     ],
-    "nobody asks for them": [(BEHIND, "")],
+    "nobody asks for them": [(f"{COPY}\n    return", "    return")],
     "nobody asks for a group's that has none now": [
-        ("_let_pass(kv_pipeline, done, tile_info[3])\n            if Q_STAGES == 1:",
-         "_let_pass(kv_pipeline, done, tile_info[3])\n            if Q_STAGES == 3:"),
+        (f"_let_pass(kv_pipeline, done, tile_info[3])\n{NEXT_OF_NONE}",
+         "_let_pass(kv_pipeline, done, tile_info[3])\n            "
+         "next_tile_info, _none = _consume(tile_channel, num_tiles, 0)\n"),
     ],
     "results go by their place": [
         ("    if Q_STAGES == 1 and acc_width(DIM_VO, 0) == DIM_VO:", "    if Q_STAGES == 3:"),

@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.backends.triton.rules import decode_time, reads_alike, splits_of_a_wave, timed_splits
+from attn_backends.backends.triton.rules import (
+    decode_time,
+    hides_keys_before,
+    reads_alike,
+    splits_of_a_wave,
+    timed_splits,
+)
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import mean_load
@@ -23,6 +29,7 @@ from attn_backends.kernels.prefill.splits import (
     time_of,
 )
 from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, half_tile
+from attn_backends.kernels.prefill.waves import blocks_between, whole_time
 from attn_backends.spec import AttentionSpec
 
 
@@ -113,11 +120,12 @@ def _taken(
     if plan.splits and plan.splits.is_of_all:
         return time_of(longest, spec.num_kv_heads, num_programs, plan.splits.target, tile) + serial_time(decodes)
     load = mean_load(spec, plan.tile or all_tiles(spec)[0], *lens)
-    whole = time_of(load, spec.num_kv_heads, num_programs, 0, tile)
-    num_tiles = int(load.tiles.sum()) * spec.num_kv_heads
-    alone = tile.block_time(num_tiles, num_programs) * int(longest.blocks.max(initial=0)) + tile.of_a_tile
+    of_a_block = tile.block_time(int(load.tiles.sum()) * spec.num_kv_heads, num_programs)
+    timed = tile._replace(of_a_block=of_a_block)
+    step = 0.0 if hides_keys_before(spec, seq_lens) else blocks_between(spec, tile)
+    whole = whole_time(longest, spec.num_kv_heads, num_programs, timed, step)
     all_busy = tile.of_a_block * int(load.tiles @ load.blocks) * spec.num_kv_heads / num_programs
-    return max(whole, alone, all_busy + decodes)
+    return max(whole, all_busy + decodes)
 
 
 def split_plan(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device) -> TilePlan:

@@ -27,7 +27,7 @@ from attn_backends.kernels.prefill.launch import (
 )
 from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, hopper_tile, split_target, time_of
 from attn_backends.kernels.prefill.tiles import PrefillTile, half_tile, heads_in_l2
-from attn_backends.kernels.prefill.waves import faster_by_length, is_faster_in_order, last_wave
+from attn_backends.kernels.prefill.waves import blocks_between, faster_by_length, is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
@@ -212,7 +212,7 @@ def splits_of_a_wave(
     if not reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
         return None
     is_hidden = hides_keys_before(spec, seq_lens)
-    step = tile.tokens / tile.keys if spec.causal and not is_hidden else 0.0
+    step = 0.0 if is_hidden else blocks_between(spec, tile)
     by_length = faster_by_length(load, *of_split, step)
     num_whole, target = (0, 0) if is_hidden else last_wave(load, *of_split, step, decodes, by_length)
     if target:

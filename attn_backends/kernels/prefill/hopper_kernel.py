@@ -5,7 +5,7 @@ logits, then for the values that the last block's weights give, and works out it
 way, as FlashAttention-3 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor
 memory accelerator, out of pages of any multiple of 16 slots. Of 8 bits four more warps make 16 of what it loads. A
 program for each multiprocessor, or two of one group, goes from tile to tile until none is left: one more warp takes
-them, and publishes to the others a tile ahead what they need, so that nobody waits for what is in memory.
+them shortly before the last one's end, and publishes what the others need, so that nobody waits for what is in memory.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from attn_backends.kernels.tile_kernels import tile_of
 BLOCK_M = gl.constexpr(64)  # queries of a group of warps
 NUM_FIELDS = gl.constexpr(10)  # numbers of a tile_info
 SHORT_TILE = gl.constexpr(2)  # blocks
+LEAD = gl.constexpr(3)  # blocks of a tile that are still to be asked for when the next tile is taken
 BEHIND, BEFORE = gl.constexpr(1), gl.constexpr(2)  # keys that a block's mask hides
 BATCH = gl.constexpr(4)  # loads of keys or values that code is written out for
 GROUP_WARPS = 4
@@ -304,9 +305,10 @@ def _take_tiles(  # type: ignore[no-untyped-def]
     BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """One warp takes a tile as soon as all others have consumed the one before, and publishes it.
+    """One warp takes a tile once the one before is nearly loaded, and publishes it.
 
-    Behind a tile of few blocks, which takes no longer than it takes to look up another, it does not wait to take it.
+    Taken sooner, tiles would go to programs that are busy with a long one as often as to others. Behind a tile of few
+    blocks, which takes no longer than it takes to look up another, it does not wait to take it.
     """
     _info_smem, _ids_smem, _info_full, info_empty = tile_channel
     num_programs = gl.num_programs(0)
@@ -357,17 +359,22 @@ def _load(  # type: ignore[no-untyped-def]
     SPLIT_HEADS: gl.constexpr,
     RAW_STAGES: gl.constexpr,
 ):
-    """One warp asks for every block's keys and values once their stage is empty."""
-    tile_info, ids = _consume(tile_channel, 0, PAGE_SIZE)
+    """One warp asks for every block's keys and values once their stage is empty.
+
+    It tells that it has consumed a tile once it has LEAD of its blocks still to ask for: then the next one is taken.
+    """
+    info_empty = tile_channel[3]
+    tile_info, ids = _read_info(tile_channel, 0, PAGE_SIZE)
     num_tiles, done = 0, 0
     COLUMNS: gl.constexpr = 2 if RAW_STAGES else 1  # of the head that one of the descriptor has
     APART: gl.constexpr = 0 if RAW_STAGES else num_accs(DIM_VO) - 1
     while tile_info[0] >= 0:
-        _load_blocks(tile_info, ids, done, key_desc, value_desc, rows, steps, kv_pipeline, PAGE_SIZE, TMA_ROWS, BLOCK_N,
-                     DIM // COLUMNS, DIM_VO // COLUMNS, APART, SPLIT_HEADS)  # fmt: skip
+        _load_blocks(tile_info, ids, done, key_desc, value_desc, rows, steps, kv_pipeline, info_empty, PAGE_SIZE,
+                     TMA_ROWS, BLOCK_N, DIM // COLUMNS, DIM_VO // COLUMNS, APART, SPLIT_HEADS)  # fmt: skip
         done += tile_info[3]
         num_tiles += 1
-        tile_info, ids = _consume(tile_channel, num_tiles, PAGE_SIZE)
+        tile_info, ids = _read_info(tile_channel, num_tiles, PAGE_SIZE)
+    mbarrier.arrive(info_empty.index(0))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -464,13 +471,21 @@ def _publish(tile_channel, tile_info, ids, PAGE_SIZE: gl.constexpr):  # type: ig
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume(tile_channel, nth, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Read the program's nth tile, and tell that this is done."""
+    tile_info, ids = _read_info(tile_channel, nth, PAGE_SIZE)
+    mbarrier.arrive(tile_channel[3].index(0))
+    return tile_info, ids
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _read_info(tile_channel, nth, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for the program's nth tile, and return its `tile_info` and, for one warp, its first page ids.
 
     A `tile_info` is the tile's head, its row or, without pages, where its keys start, its span (see `_span`) with the
     row's length between, the row's first query token and their number, and which of them is the tile's first. With
     SPLIT the first is what `_load_item` makes of the head.
     """
-    info_smem, ids_smem, info_full, info_empty = tile_channel
+    info_smem, ids_smem, info_full, _info_empty = tile_channel
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(info_full.index(0), nth & 1)
     tile_info = ()
@@ -480,7 +495,6 @@ def _consume(tile_channel, nth, PAGE_SIZE: gl.constexpr):  # type: ignore[no-unt
     if PAGE_SIZE != 0:
         ids = ids_smem.index(0).load(LANE_LAYOUT)
     barrier()
-    mbarrier.arrive(info_empty.index(0))
     return tile_info, ids
 
 
@@ -494,6 +508,7 @@ def _load_blocks(  # type: ignore[no-untyped-def]
     rows,
     steps,
     kv_pipeline,
+    info_empty,
     PAGE_SIZE: gl.constexpr,
     TMA_ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -512,9 +527,14 @@ def _load_blocks(  # type: ignore[no-untyped-def]
     at_row = head * head_rows
     if PAGE_SIZE == 0:
         at_row += row
+    if num_blocks < LEAD:
+        mbarrier.arrive(info_empty.index(0))
     for block in range(done, done + num_blocks):
+        left = num_blocks - (block - done)
+        if left == LEAD:
+            mbarrier.arrive(info_empty.index(0))
         k_stage, v_stage = block % K_STAGES, block % V_STAGES
-        first = start + (num_blocks - 1 - (block - done)) * BLOCK_N
+        first = start + (left - 1) * BLOCK_N
         of_block = (at_row, first, ids, page_rows, num_batches)
         mbarrier.wait(empty[0].index(k_stage), block // K_STAGES & 1 ^ 1)
         _load_block(key_desc, head * key_head, k_stage, of_block, full[0].index(k_stage), keys, PAGE_SIZE, TMA_ROWS,
@@ -680,7 +700,8 @@ def _attend(  # type: ignore[no-untyped-def]
     Q_STAGES: gl.constexpr,
     SPLIT_HEADS: gl.constexpr,
 ):
-    """A warp group attends for 64 queries of every tile. Those of the next come while this one is worked out."""
+    """A warp group attends for 64 queries of every tile. Those of the next come while the last values of this one are
+    added up."""
     tile_info, _ids = _consume(tile_channel, 0, 0)
     _prefetch_queries(q, 0, tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
     num_tiles, done = 0, 0
@@ -689,20 +710,17 @@ def _attend(  # type: ignore[no-untyped-def]
         q_scales = _scale_queries(q, num_tiles % Q_STAGES, kv_pipeline[0].dtype, BLOCK_N, DIM)
         fence_async_shared()
         barrier()
-        next_tile_info, _ids = _consume(tile_channel, num_tiles + 1, 0)
-        q_stage, next_q_stage = num_tiles % Q_STAGES, (num_tiles + 1) % Q_STAGES
-        if Q_STAGES > 1:
-            _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
-                              SPLIT_HEADS)  # fmt: skip
+        num_tiles += 1
         if tile_info[9] + warp_group * BLOCK_M // GROUP < tile_info[8]:
-            _attend_tile(tile_info, next_tile_info, q_stage, done, tensors, strides, scales, window, flags, q, q_scales,
-                         kv_pipeline, warp_group, GROUPS, CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES,
-                         SPLIT_HEADS)  # fmt: skip
+            next_tile_info = _attend_tile(
+                tile_info, tile_channel, num_tiles, done, tensors, strides, scales, window, flags, q, q_scales,
+                kv_pipeline, warp_group, GROUPS, CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES,
+                SPLIT_HEADS,
+            )  # fmt: skip
         else:
             _let_pass(kv_pipeline, done, tile_info[3])
-            if Q_STAGES == 1:
-                _prefetch_queries(q, 0, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
-        num_tiles += 1
+            next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
+                                        Q_STAGES, SPLIT_HEADS)  # fmt: skip
         done += tile_info[3]
         tile_info = next_tile_info
 
@@ -744,8 +762,8 @@ def _let_pass(kv_pipeline, done, num_blocks):  # type: ignore[no-untyped-def]
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_tile(  # type: ignore[no-untyped-def]
     tile_info,
-    next_tile_info,
-    q_stage,
+    tile_channel,
+    num_tiles,
     done,
     tensors,
     strides,
@@ -767,8 +785,10 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     Q_STAGES: gl.constexpr,
     SPLIT_HEADS: gl.constexpr,
 ):
-    """Attend for 64 of a tile's queries, which lie in `q` at `q_stage`. With one stage those of the next tile take
-    their place as soon as the last logits are there."""
+    """Attend for 64 of a tile's queries, which lie in `q`, and return the next tile's `tile_info`; it is the
+    program's `num_tiles`th. With one stage of queries those of the next tile take their place as soon as the last
+    logits are there."""
+    q_stage = (num_tiles - 1) % Q_STAGES
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     window_right, window_left = window
@@ -813,8 +833,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         if LOCAL == 2:
             state = _blocks(state, at, lower, num_blocks, last, low, high, scale, BEFORE, GROUPS, BLOCK_N, DIM,
                             DIM_VO)  # fmt: skip
-        if Q_STAGES == 1:  # all threads have seen the last logits
-            _prefetch_queries(q, 0, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
+        next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
+                                    Q_STAGES, SPLIT_HEADS)  # fmt: skip
         p, acc, m_i, l_i = state
         stage, phase = (done + num_blocks - 1) % V_STAGES, (done + num_blocks - 1) // V_STAGES & 1
         mbarrier.wait(full[1].index(stage), phase)
@@ -822,8 +842,9 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         acc = _wait_for_values(acc, DIM_VO)
         barrier()
         mbarrier.arrive(empty[1].index(stage))
-    elif Q_STAGES == 1:
-        _prefetch_queries(q, 0, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
+    else:
+        next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
+                                    Q_STAGES, SPLIT_HEADS)  # fmt: skip
 
     l_i = row_sums(l_i, ROW)
     if SPLIT_HEADS:
@@ -837,6 +858,28 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     else:
         _write_tile(tile_info, q_stage, acc, m_i, l_i, tensors, strides, scales, flags, q, warp_group, GROUP, BLOCK_Q,
                     DIM, DIM_VO, Q_STAGES)  # fmt: skip
+    return next_tile_info
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _next_tile(  # type: ignore[no-untyped-def]
+    q,
+    tile_channel,
+    nth,
+    tensors,
+    strides,
+    warp_group: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    DIM: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr,
+):
+    """The `tile_info` of the program's nth tile, whose queries are asked for. All threads have seen the last logits of
+    the one before, so that its queries' place is free."""
+    tile_info, _ids = _consume(tile_channel, nth, 0)
+    _prefetch_queries(q, nth % Q_STAGES, tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
+    return tile_info
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -62,12 +62,13 @@ class SplitTile(NamedTuple):
 
 _WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
 # `SplitTile` from `of_a_tile` on, in blocks of the usual tile: of that one, and of half the size. Of heads of up to 64,
-# of up to 128, and of up to 192, as measured at tuning seeds 159 to 195, and of 256, at 237 to 241.
+# of up to 128, and of up to 192, as measured at tuning seeds 159 to 195, and of 256, at 237 to 241; what usual tiles
+# take beside their blocks, but for up to 192, at 276 to 290.
 _TIMES = (
-    ((1.6, 1.0, 1.0, 2.0, 5.1), (0.7, 0.6, 0.85, 2.1, 4.0)),
-    ((1.6, 1.0, 1.0, 1.8, 5.4), (1.0, 0.53, 0.8, 1.4, 4.8)),
+    ((2.0, 1.0, 1.0, 2.0, 5.1), (0.7, 0.6, 0.85, 2.1, 4.0)),
+    ((2.0, 1.0, 1.0, 1.8, 5.4), (1.0, 0.53, 0.8, 1.4, 4.8)),
     ((6.2, 1.0, 1.0, 3.0, 16.6), (2.1, 0.75, 1.0, 2.8, 7.1)),
-    ((6.2, 1.0, 1.0, 2.6, 13.5), (1.8, 0.65, 1.0, 2.6, 7.5)),
+    ((4.3, 1.0, 1.0, 2.6, 13.5), (1.8, 0.65, 1.0, 2.6, 7.5)),
 )
 # The same over 8 bits, from 34 shapes of tuning seed 197; what splits cost is what they cost of 16 bits by then. The
 # smaller tile is counted as if two of its size were as fast as the usual one, whose second group of warps has nothing

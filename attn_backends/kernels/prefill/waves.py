@@ -21,6 +21,7 @@ from attn_backends.kernels.prefill.splits import (
     serial_time,
     split_time,
 )
+from attn_backends.spec import AttentionSpec
 
 _LEAST_OF_A_WAVE = 0.045  # part of the time, below which a last wave is not split, and rows come as they are
 _MOST_WAVES = 22  # of whole tiles, behind which a last one that leaves multiprocessors idle costs little
@@ -63,7 +64,7 @@ class _Waves:
     def whole_time(self) -> float:
         """What all take where none is split: each of the rest behind one of the shortest of those before."""
         longest, even = self.tile(0), self.whole_taken + self.rest_taken
-        if not self._num_rest:
+        if not (self._num_rest and self.num_whole):
             return max(longest, even)
         if self.count < 2:
             last, end = self.num_whole - 1, self.num_whole + self._num_rest - 1
@@ -71,6 +72,22 @@ class _Waves:
             return max(longest, even, *pairs)
         idle = -self.count % 1.0
         return max(longest, even + idle * self.rest_taken / (self._num_rest * self._of_each))
+
+
+def blocks_between(spec: AttentionSpec, tile: SplitTile) -> float:
+    """Blocks that a row's tile has less than the next one's, where no window hides those before it."""
+    return tile.tokens / tile.keys if spec.causal else 0.0
+
+
+def whole_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float) -> float:
+    """What rows take whose tiles are whole, the longest first.
+
+    Args:
+        step: blocks that a row's tile has less than the next one's.
+    """
+    if not load.tiles.any():
+        return 0.0
+    return _Waves(load, num_kv_heads, num_programs, step, tile).whole_time()
 
 
 def last_wave(

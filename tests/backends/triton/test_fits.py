@@ -622,7 +622,8 @@ def hopper_cases() -> Iterator[Any]:
 def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, how: str, which: int) -> None:
     tile = prefill_tiles.hopper_tiles(*dims)[which]
     code = code_for_hopper(dims, page_size, how, tile)
-    assert tile.beside == 1 or "LDL" not in code
+    # The warp that takes tiles from a list keeps some numbers in memory, which no other waits for.
+    assert tile.beside == 1 or code.count("LDL") <= 5 * (how == "split")
     checked = products_of(code)
     assert tile.groups > 1 or not any("LDL" in each for body in checked for each in body)
 
