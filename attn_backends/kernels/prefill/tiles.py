@@ -60,9 +60,9 @@ def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tup
     """The tiles of a layer's heads. The first is the usual one. The second is faster where tiles see few keys, and
     where rows have few queries: it has half the size, so that a multiprocessor works on two at a time, where these have
     room; of MLA's heads it has blocks of half the size instead. The third, of narrow heads, has one more group of
-    warps, for many tiles that see many keys, and splits none. The first one of heads of 65 to 128 columns has room for
-    one more block of values, which are asked for behind keys. Over 8 bits the second has the largest blocks that have
-    room, and two groups of the widest heads would have too few registers."""
+    warps, for many tiles that see many keys, and splits none. The first one of heads of 65 to 128 columns, and of more
+    than 192, has room for one more block of values, which are asked for behind keys. Over 8 bits the second has the
+    largest blocks that have room, and two groups of the widest heads would have too few registers."""
     if is_8_bit:
         if head_dim <= 64:
             return HopperTile(2, 128, 2, raw_stages=4), HopperTile(1, 128, 2, raw_stages=3)
@@ -77,7 +77,9 @@ def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tup
         return HopperTile(2, 128, 2, value_stages=3), HopperTile(1, 64, 2, beside=2)
     if head_dim <= 192 and head_dim_vo <= 128:
         return HopperTile(2, 128, 2, q_stages=1), HopperTile(2, 64, 2)
-    return HopperTile(2, 64, 2, q_stages=2 if head_dim <= 192 else 1), HopperTile(1, 64, 2)
+    if head_dim <= 192:
+        return HopperTile(2, 64, 2), HopperTile(1, 64, 2)
+    return HopperTile(2, 64, 2, q_stages=1, value_stages=3), HopperTile(1, 64, 2)
 
 
 def all_tiles(spec: AttentionSpec) -> tuple[HopperTile, ...]:
