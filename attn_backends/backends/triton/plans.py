@@ -29,7 +29,7 @@ from attn_backends.kernels.prefill.splits import (
     time_of,
 )
 from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, half_tile
-from attn_backends.kernels.prefill.waves import blocks_between, whole_time
+from attn_backends.kernels.prefill.waves import blocks_between, in_waves_time
 from attn_backends.spec import AttentionSpec
 
 
@@ -123,7 +123,7 @@ def _taken(
     of_a_block = tile.block_time(int(load.tiles.sum()) * spec.num_kv_heads, num_programs)
     timed = tile._replace(of_a_block=of_a_block)
     step = 0.0 if hides_keys_before(spec, seq_lens) else blocks_between(spec, tile)
-    whole = whole_time(longest, spec.num_kv_heads, num_programs, timed, step)
+    whole = in_waves_time(longest, spec.num_kv_heads, num_programs, timed, step)
     all_busy = tile.of_a_block * int(load.tiles @ load.blocks) * spec.num_kv_heads / num_programs
     return max(whole, all_busy + decodes)
 

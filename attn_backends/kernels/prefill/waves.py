@@ -79,7 +79,7 @@ def blocks_between(spec: AttentionSpec, tile: SplitTile) -> float:
     return tile.tokens / tile.keys if spec.causal else 0.0
 
 
-def whole_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float) -> float:
+def in_waves_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float) -> float:
     """What rows take whose tiles are whole, the longest first.
 
     Args:
