@@ -220,6 +220,20 @@ def random_tiles(seed: int) -> tuple[Any, int, float]:
     return load_of(counts, [math.ceil(count * step) + dice.randrange(longest) for count in counts]), heads, step
 
 
+def test_what_whole_tiles_take_in_waves() -> None:
+    """Over random loads of fewer tiles than a GPU works on at a time, and of more, by working through the list, the
+    longest first."""
+    known = []
+    for seed in range(800):
+        load, heads, step = random_tiles(seed)
+        found = taken(sorted(np.repeat(waves.tile_times(load, step, WIDE), heads).tolist(), reverse=True), 132)
+        known.append(waves.in_waves_time(load, heads, 132, WIDE, step) / found)
+    assert 0.97 < np.quantile(known, 0.05) < np.quantile(known, 0.95) < 1.02
+    assert min(known) > 0.87
+    assert max(known) < 1.22
+    assert waves.in_waves_time(load_of([0, 0], [4, 9]), 8, 132, WIDE, 1.0) == 0.0
+
+
 def test_tiles_by_their_own_lengths_where_that_is_faster() -> None:
     """Over random loads, by working through the lists: what it takes is known roughly, it is never chosen where it
     takes longer than rows as they come, and where it takes much less it is, but for short tiles."""
