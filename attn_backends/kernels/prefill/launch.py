@@ -40,7 +40,7 @@ from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.kernels.prefill.split_launch import TileList, join_splits
 from attn_backends.kernels.prefill.splits import SplitTile, hopper_tile
-from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, heads_in_l2, hopper_tiles
+from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles, section_heads
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
@@ -181,9 +181,9 @@ class PrefillKernels:
             layouts = row_layouts(key, value)
         on_hopper, in_blocks = on_hopper and layouts is not None, in_blocks and layouts is not None
         tile_tokens = max(1, (of_hopper if on_hopper and of_hopper else tile).rows // spec.group_size)
-        section = min(heads_in_l2(spec, rows.max_seq_len, key.itemsize), num_kv_heads)
         num_rows = rows.seq_lens.shape[0] - rows.first_row
         num_tiles = num_prefill_tiles(rows.num_tokens, num_rows, tile_tokens)
+        section = section_heads(spec, rows.max_seq_len, key.itemsize, num_kv_heads)
         tiled = PrefillRows(rows.first_row, num_rows, num_tiles, section)
         slopes, sinks = self._extras
         sinks = sinks[first_head * spec.group_size :] if spec.sinks else sinks

@@ -113,3 +113,16 @@ def varlen_tile(spec: AttentionSpec, smem_bytes: int) -> PrefillTile:
 def heads_in_l2(spec: AttentionSpec, max_seq_len: int, itemsize: int) -> int:
     """Number of KV heads of a row whose keys and values fit the L2 cache, or one."""
     return max(1, _L2_BYTES // (max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * itemsize))
+
+
+def section_heads(spec: AttentionSpec, max_seq_len: int, itemsize: int, num_kv_heads: int) -> int:
+    """KV heads of a section, whose tiles come behind those of the section before: as many as fit the L2 cache, or
+    fewer, so that all sections have nearly as many. The longest tile of a last one of few heads would begin when the
+    others end, and end alone.
+
+    Args:
+        max_seq_len, itemsize: as `heads_in_l2` takes them.
+        num_kv_heads: of a launch.
+    """
+    num_sections = -(-num_kv_heads // heads_in_l2(spec, max_seq_len, itemsize))
+    return -(-num_kv_heads // num_sections)
