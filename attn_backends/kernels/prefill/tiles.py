@@ -47,6 +47,11 @@ class HopperTile(NamedTuple):
         return self.groups * GROUP_QUERIES
 
     @property
+    def blocks_of_values(self) -> int:
+        """In shared memory."""
+        return self.value_stages or self.stages
+
+    @property
     def most_registers(self) -> int | None:
         """Registers of a thread, with which these have room side by side; None: as many as it wants."""
         return _HALF_OF_REGISTERS if self.beside == 2 else None

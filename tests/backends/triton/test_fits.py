@@ -659,7 +659,7 @@ def code_for_hopper(dims: tuple[int, int], page_size: int, how: str, tile: Any, 
     constants = {"CHUNK": FAR.value, "LOCAL": 2 * (how == "window"), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
                  "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": tile.tokens(4), "BLOCK_N": tile.keys, "DIM": dims[0],
                  "DIM_VO": dims[1], "GROUPS": tile.groups,
-                 "K_STAGES": tile.stages, "V_STAGES": tile.value_stages or tile.stages,
+                 "K_STAGES": tile.stages, "V_STAGES": tile.blocks_of_values,
                  "Q_STAGES": tile.q_stages, "USE_PDL": 1, "LAUNCH_DEPENDENTS": 1,
                  "SPLIT": int(how == "split"), "RAW_STAGES": tile.raw_stages, "E5M2": e5m2}  # fmt: skip
     types, columns = dict.fromkeys(("query", "output"), "*bf16"), 2 if tile.raw_stages else 1
