@@ -56,8 +56,9 @@ from benchmarks.attention.contest import (
 )
 from benchmarks.attention.paged_problem import Contender, Problem, Shape, make_contender, make_problem
 from benchmarks.attention.plain_read import make_read
-from benchmarks.lib.gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio, reason
+from benchmarks.lib.gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio
 from benchmarks.lib.harness import report, write
+from benchmarks.lib.reasons import reason
 
 SHAPES = {
     "decode": [

@@ -15,7 +15,8 @@ from attn_backends.cache.kv_cache import gather_slots
 from attn_backends.interface import AttentionBackend, AttentionImpl, AttentionStep
 from attn_backends.registry import validate_options
 from benchmarks.attention.paged_problem import Call, Contender, Problem
-from benchmarks.lib.gpu_harness import Copy, reason, rounds_us
+from benchmarks.lib.gpu_harness import Copy, rounds_us
+from benchmarks.lib.reasons import reason
 
 GQA, SMALL = (32, 8, 128), (9, 3, 64)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -33,8 +33,9 @@ from benchmarks.attention.bare_mla import KERNELS, absorbing
 from benchmarks.attention.contest import CACHE_DTYPES, calls_us, parse, parts_of, result_name, show, speeds
 from benchmarks.attention.mla_problem import LAYERS, Forms, MLAShape, make_forms
 from benchmarks.attention.paged_problem import Contender, make_contender
-from benchmarks.lib.gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio, reason
+from benchmarks.lib.gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio
 from benchmarks.lib.harness import report, write
+from benchmarks.lib.reasons import reason
 
 LAYER = " layer"
 MANY, FEW = (128, 1, 576), (16, 1, 576)

@@ -34,8 +34,9 @@ from benchmarks.attention.contest import CACHE_DTYPES, calls_us, parse, parts_of
 from benchmarks.attention.mla_attention import all_backends
 from benchmarks.attention.mla_problem import MLAProblem, latent_cache
 from benchmarks.attention.paged_problem import Answer, Call, Contender, Shape, common_of, make_contender, reference
-from benchmarks.lib.gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, reason
+from benchmarks.lib.gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy
 from benchmarks.lib.harness import report, write
+from benchmarks.lib.reasons import reason
 
 LAYER, CHECKED_HEADS = " layer", 1
 MANY, FEW = (128, 128, 192), (16, 16, 192)

@@ -27,13 +27,14 @@ import torch
 from benchmarks.attention.mla_attention import LAYER, Made, all_made
 from benchmarks.attention.mla_draws import BOUNDS, MLADrawn, draw
 from benchmarks.attention.mla_problem import make_forms
-from benchmarks.attention.random_ahead import processes_to_compile
+from benchmarks.attention.random_measure import against
 from benchmarks.attention.random_results import Results
-from benchmarks.attention.random_shapes import against
 from benchmarks.attention.random_statistics import summary
 from benchmarks.attention.shape_draws import purpose
-from benchmarks.lib.gpu_harness import free_memory, reason, rounds_us
+from benchmarks.lib.gpu_harness import free_memory, rounds_us
 from benchmarks.lib.harness import RESULTS, print_table
+from benchmarks.lib.processes import processes_to_compile
+from benchmarks.lib.reasons import reason
 
 FORMS = {"decode": "", "layer": LAYER}  # by the ends of contenders' names
 TURN_US = 4_000  # of a contender in a round

@@ -14,7 +14,6 @@ from benchmarks.lib.gpu_harness import PACKAGES, installed
 from benchmarks.lib.harness import write
 
 SAME = ("purpose", "of", "gpu", "versions", "source", "bounds")  # in all parts of one result
-MOST_TRIES = 2  # of a shape that ends the process
 TITLE = "attention at shapes drawn at random, each backend's time over that of the best of all others"
 
 
@@ -57,28 +56,13 @@ class Results:
                 )
         self.rows = {row["id"]: row for row in found["rows"]}
 
-    def begin(self, shape_id: str) -> None:
-        """Leave word of the shape that is next, in case it ends the process."""
-        self._begun.write_text(f"{self._begun.read_text() if self._begun.exists() else ''}{shape_id}\n")
-
-    def ended_by(self, shape_id: str) -> bool:
-        """Whether a shape has ended two processes: the first may have been out of time."""
-        begun = self._begun.read_text().split() if self._begun.exists() else []
-        return shape_id not in self.rows and begun.count(shape_id) >= MOST_TRIES
-
-    @property
-    def _begun(self) -> Path:
-        return self.path.with_suffix(".begun")
-
     def add(self, row: dict[str, Any]) -> None:
         self.rows[row["id"]] = row
         self.write()
-        self._begun.unlink(missing_ok=True)
 
     def write(self) -> Path:
-        return write(
-            self.path.stem, self.title, list(self.rows.values()), installed(*PACKAGES), self.path.parent, **self.about
-        )
+        rows = sorted(self.rows.values(), key=lambda row: int(row["id"].partition("/")[2]))  # by number
+        return write(self.path.stem, self.title, rows, installed(*PACKAGES), self.path.parent, **self.about)
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

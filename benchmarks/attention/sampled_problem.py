@@ -15,6 +15,7 @@ import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec
 from attn_backends.cache.kv_cache import KVCache, gather_pages
+from benchmarks.attention.contest import CACHE_DTYPES
 from benchmarks.attention.paged_problem import (
     COLD_BYTES,
     MOST_COPIES,
@@ -27,7 +28,7 @@ from benchmarks.attention.paged_problem import (
     reference,
     spec_of,
 )
-from benchmarks.attention.shape_draws import LARGEST_PAGE
+from benchmarks.attention.shape_draws import LARGEST_PAGE, Drawn
 
 FILLED = 1 << 26  # elements at a time
 MOST_REQUESTS, MOST_TOKENS, MOST_ELEMENTS = 8, 64, 1 << 24  # that are compared: of a copy, a request; of its keys
@@ -116,8 +117,7 @@ def sampled_problem(
         num_copies: None: enough to be cold in the L2, as many as the pool holds.
     """
     spec = spec_of(shape, dtype)
-    slots = max(num_pages(shape, size) * size for size in (page_size, LARGEST_PAGE))
-    cache = KVCacheSpec(-(-slots // page_size), page_size)
+    cache = KVCacheSpec(_slots(shape, page_size) // page_size, page_size)
     num_copies = num_copies or _num_copies(shape, spec, cache, pool)
     torch.manual_seed(hash_of(seed))
     caches = pool.caches(spec, cache, num_copies)
@@ -132,9 +132,32 @@ def hash_of(text: str) -> int:
     return random.Random(text).getrandbits(32)
 
 
+def pool_for(each: Drawn, device: torch.device, most_bytes: int | None = None) -> Pool:
+    """Room for a shape in pages of any size: for as many copies as are cold in the L2, up to so many bytes; where none
+    are given for one copy that holds anything, to compile for."""
+    spec = spec_of(each.shape, CACHE_DTYPES[each.dtype])
+    of_one = _slots(each.shape, each.page_size) * _slot_bytes(spec)
+    if most_bytes is None:
+        return Pool(of_one, device, fill=False)
+    return Pool(min(_cold_copies(each.shape, spec, device) * of_one, most_bytes), device)
+
+
+def _slots(shape: Shape, page_size: int) -> int:
+    """In whole pages of that size, and enough for pages of LARGEST_PAGE too."""
+    slots = max(num_pages(shape, size) * size for size in (page_size, LARGEST_PAGE))
+    return -(-slots // page_size) * page_size
+
+
+def _slot_bytes(spec: AttentionSpec) -> int:
+    return 2 * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize
+
+
 def _num_copies(shape: Shape, spec: AttentionSpec, cache: KVCacheSpec, pool: Pool) -> int:
-    per_slot = 2 * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize
-    room = pool.num_bytes // (per_slot * cache.num_slots)
-    if pool.device.type == "cpu" or shape.flops / 5e8 > LONG_US:
-        return min(room, 1 if shape.is_prefill else 2)
-    return max(1, min(MOST_COPIES, room, max(2, math.ceil(COLD_BYTES / (per_slot * sum(shape.seq_lens))))))
+    room = pool.num_bytes // (_slot_bytes(spec) * cache.num_slots)
+    return max(1, min(room, _cold_copies(shape, spec, pool.device)))
+
+
+def _cold_copies(shape: Shape, spec: AttentionSpec, device: torch.device) -> int:
+    if device.type == "cpu" or shape.flops / 5e8 > LONG_US:
+        return 1 if shape.is_prefill else 2
+    return min(MOST_COPIES, max(2, math.ceil(COLD_BYTES / (_slot_bytes(spec) * sum(shape.seq_lens)))))

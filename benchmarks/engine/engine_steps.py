@@ -26,8 +26,9 @@ from attn_backends.engine.models.load import STAGES, Stage, load_model
 from attn_backends.engine.outputs import silent
 from attn_backends.registry.table import AUTO
 from benchmarks.engine.random_models import SHAPES, random_model
-from benchmarks.lib.gpu_harness import installed, reason
+from benchmarks.lib.gpu_harness import installed
 from benchmarks.lib.harness import report, write
+from benchmarks.lib.reasons import reason
 
 PLAIN: dict[str, Any] = {"accelerate": "off"}  # the model as it is
 MODES: dict[str, dict[str, Any]] = {  # name: settings

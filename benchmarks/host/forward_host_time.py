@@ -19,8 +19,9 @@ import torch
 
 from benchmarks.attention.contest import GQA, parts_of, writing_call
 from benchmarks.attention.paged_problem import Problem, Shape, make_problem
-from benchmarks.lib.gpu_harness import PACKAGES, free_memory, installed, reason
+from benchmarks.lib.gpu_harness import PACKAGES, free_memory, installed
 from benchmarks.lib.harness import report
+from benchmarks.lib.reasons import reason
 
 SHAPES = [
     Shape((512,) * 64, GQA),

@@ -28,8 +28,9 @@ from attn_backends.step.table import StepBatch
 from benchmarks.attention import bare_kernels
 from benchmarks.host.builder import PAGE_SIZE
 from benchmarks.host.step_metadata import STEPS, Decoding
-from benchmarks.lib.gpu_harness import free_memory, installed, reason
+from benchmarks.lib.gpu_harness import free_memory, installed
 from benchmarks.lib.harness import report
+from benchmarks.lib.reasons import reason
 
 SPEC = AttentionSpec(32, 8, 128, dtype=torch.bfloat16)
 WARMUP = 20

@@ -126,11 +126,6 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def reason(error: BaseException) -> str:
-    """An error in one line, for a contender that drops out."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def installed(*packages: str) -> tuple[str, ...]:
     """Those of these distributions that are here and can tell their version."""
     return tuple(name for name in packages if _is_installed(name))

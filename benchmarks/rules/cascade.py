@@ -28,8 +28,9 @@ from benchmarks.attention import bare_kernels
 from benchmarks.attention.bare_kernels import Bare
 from benchmarks.attention.contest import DTYPES, Made, checked, our_call, parts_of
 from benchmarks.attention.paged_problem import Problem, Shape, make_contender, make_problem
-from benchmarks.lib.gpu_harness import PACKAGES, free_memory, in_turns_us, installed, reason
+from benchmarks.lib.gpu_harness import PACKAGES, free_memory, in_turns_us, installed
 from benchmarks.lib.harness import report
+from benchmarks.lib.reasons import reason
 
 HEADS = (32, 8, 128)
 TINY_HEADS = (4, 2, 64)

@@ -37,11 +37,12 @@ from attn_backends.kernels.prefill.tiles import half_tile, tiles_of
 from benchmarks.attention.attention import all_made
 from benchmarks.attention.contest import CACHE_DTYPES, Made, checked, our_call, parts_of
 from benchmarks.attention.paged_problem import Problem, make_contender
-from benchmarks.attention.random_ahead import pool_bytes, processes_to_compile
-from benchmarks.attention.sampled_problem import Pool, sampled_problem
+from benchmarks.attention.sampled_problem import Pool, pool_for, sampled_problem
 from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Drawn, drawn
-from benchmarks.lib.gpu_harness import PACKAGES, free_memory, installed, reason, rounds_us
+from benchmarks.lib.gpu_harness import PACKAGES, free_memory, installed, rounds_us
 from benchmarks.lib.harness import write
+from benchmarks.lib.processes import processes_to_compile
+from benchmarks.lib.reasons import reason
 
 TITLE = "prefills of random shapes by TRITON, with whole tiles and with keys split, in us"
 TURN_US = 2_500  # of a contender in a round
@@ -111,7 +112,7 @@ def compile_part(shapes: Sequence[Drawn], until: float, device: str) -> None:
     """Run each shape once over one copy of memory that holds anything, until a time by `time.time`."""
     for each in shapes:
         if time.time() < until:
-            pool = Pool(pool_bytes(each), torch.device(device), fill=False)
+            pool = pool_for(each, torch.device(device))
             problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id, num_copies=1)
             try:
                 with torch.inference_mode():

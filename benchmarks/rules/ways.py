@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.attention.contest import Made, checked, our_call, parts_of
 from benchmarks.attention.paged_problem import Problem, make_contender
-from benchmarks.attention.random_ahead import processes_to_compile
 from benchmarks.lib.gpu_harness import PACKAGES, free_memory, in_turns_us, installed
 from benchmarks.lib.harness import report
+from benchmarks.lib.processes import processes_to_compile
 
 PAGE_SIZE = 16
 

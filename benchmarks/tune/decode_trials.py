@@ -29,11 +29,11 @@ from attn_backends.backends.triton.tuning import DecodeTile, decode_tile, goes_b
 from benchmarks.attention.attention import ours
 from benchmarks.attention.contest import CACHE_DTYPES
 from benchmarks.attention.plain_read import make_read
-from benchmarks.attention.random_ahead import pool_bytes
-from benchmarks.attention.sampled_problem import Pool, sampled_problem
+from benchmarks.attention.sampled_problem import Pool, pool_for, sampled_problem
 from benchmarks.attention.shape_draws import ON_GPU, TUNING, Drawn, drawn
-from benchmarks.lib.gpu_harness import free_memory, in_turns_us, reason
+from benchmarks.lib.gpu_harness import free_memory, in_turns_us
 from benchmarks.lib.harness import RESULTS, write
+from benchmarks.lib.reasons import reason
 
 # keys, warps, stages, programs, min_keys, joined
 TRIED = (
@@ -73,7 +73,7 @@ def compile_part(shapes: Sequence[Drawn], until: float) -> None:
     for each in shapes:
         if time.time() > until:
             return
-        pool = Pool(pool_bytes(each), device, fill=False)
+        pool = pool_for(each, device)
         problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id, num_copies=1)
         seen: set[tuple[int, ...]] = set()
         for tile in TRIED:

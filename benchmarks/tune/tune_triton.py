@@ -30,8 +30,9 @@ from attn_backends.backends.triton.tuning import DecodeTile, goes_by_rule, in_re
 from benchmarks.attention.attention import SHAPES, ours
 from benchmarks.attention.contest import CACHE_DTYPES, WITH_WRITE
 from benchmarks.attention.paged_problem import Shape, make_problem
-from benchmarks.lib.gpu_harness import free_memory, in_turns_us, installed, reason
+from benchmarks.lib.gpu_harness import free_memory, in_turns_us, installed
 from benchmarks.lib.harness import report
+from benchmarks.lib.reasons import reason
 
 TABLE = Path(__file__).parents[2] / "attn_backends" / "backends" / "triton" / "tuned.json"
 SETS = ("decode", "verify", "dims", "prefill", "prompt")  # of SHAPES; the last are those of prefill

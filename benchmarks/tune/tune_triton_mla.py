@@ -25,8 +25,9 @@ from attn_backends.backends.mla.triton_mla.tuning import HOPPER_TILE
 from benchmarks.attention.contest import CACHE_DTYPES
 from benchmarks.attention.mla_attention import SHAPES, ours
 from benchmarks.attention.mla_problem import Forms, MLAShape, make_forms
-from benchmarks.lib.gpu_harness import free_memory, in_turns_us, installed, reason
+from benchmarks.lib.gpu_harness import free_memory, in_turns_us, installed
 from benchmarks.lib.harness import report
+from benchmarks.lib.reasons import reason
 
 TABLE = Path(__file__).parents[2] / "attn_backends" / "backends" / "mla" / "triton_mla" / "tuned.json"
 LAYER = ("bits", "cache_bits", "queries", "page_size", "rows")

@@ -8,7 +8,7 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,7 @@ from hypothesis import given, settings, strategies as st
 from benchmarks.attention import (
     attention,
     bare_kernels,
-    random_ahead,
+    random_measure,
     random_plot,
     random_results,
     random_shapes,
@@ -31,10 +31,10 @@ from benchmarks.attention import (
 )
 from benchmarks.attention.contest import checked
 from benchmarks.attention.paged_problem import Shape, make_contender
-from benchmarks.attention.random_ahead import compile_part
 from benchmarks.attention.random_report import report_of
 from benchmarks.attention.sampled_problem import Pool
 from benchmarks.attention.shape_draws import HEAD_DIMS, JUDGING, KINDS, ON_CPU, ON_GPU, TUNING, draw, drawn
+from benchmarks.lib.processes import Failed
 from tests.helpers.forked import run_python
 from tests.helpers.quick_native import quick_native
 
@@ -258,9 +258,9 @@ class TestRuns:
     def test_a_run_is_continued(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         first = made("--seed", "1000", "--count", "2")["rows"]
         measured: list[str] = []
-        inner = random_shapes.measure
+        inner = random_shapes.prepare
         monkeypatch.setattr(
-            random_shapes, "measure", lambda each, *more: measured.append(each.id) or inner(each, *more)
+            random_shapes, "prepare", lambda each, *more: measured.append(each.id) or inner(each, *more)
         )
         both = made("--seed", "1000", "--count", "3")["rows"]
         assert both[:2] == first
@@ -307,7 +307,7 @@ class TestRuns:
         assert "no claim stands on this report" in capsys.readouterr().out
 
     def test_a_shape_that_fails_is_a_row(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(random_shapes, "sampled_problem", lambda *_: (_ for _ in ()).throw(MemoryError("none")))
+        monkeypatch.setattr(random_measure, "sampled_problem", lambda *_: (_ for _ in ()).throw(MemoryError("none")))
         (row,) = made("--seed", "1000", "--count", "1")["rows"]
         assert row["dropped"] == ["all: MemoryError: none"]
         assert row["ratio"] is None
@@ -324,42 +324,41 @@ class TestRuns:
         assert (tmp_path / "some.png").stat().st_size > 10_000
         assert "time over that of the best of all others" in (tmp_path / "some.svg").read_text()
 
-    def test_kernels_are_compiled_ahead(self, flashinfer: None) -> None:
-        """Each shape runs once, until there is no time."""
-        some = list(drawn(1, 3, list(KINDS), ON_CPU))
-        assert compile_part(some, ["TORCH"], float("inf"), "cpu") == 3
-        assert compile_part(some, ["TORCH"], 0, "cpu") == 0
-
-    def test_a_process_that_ends_spoils_no_run(self, capsys: pytest.CaptureFixture[str]) -> None:
-        random_ahead.compile_all(list(drawn(1, 2, list(KINDS), ON_CPU)), [], 1, float("inf"), "no device")
-        said = capsys.readouterr().out
-        assert "not all is compiled ahead: RuntimeError" in said
-        assert "kernels of 0 of 2 shapes compiled" in said
-
     @pytest.mark.first
-    def test_processes_compile_and_a_run_follows(self, tmp_path: Path) -> None:
+    def test_processes_make_shapes_ready(self, tmp_path: Path) -> None:
         """By the command itself: processes begin by importing what it runs."""
         command = ["-m", "benchmarks", "attention", "random_shapes", "--device", "cpu", "--seed", "7", "--backend"]
-        command += ["TORCH", "--no-bare", "--count", "2", "--ahead", "1", "--rounds", "1", "--json"]
+        command += ["TORCH", "--no-bare", "--count", "3", "--processes", "2", "--rounds", "1", "--json"]
         done = run_python(*command, str(tmp_path / "a.json"))
         assert done.returncode == 0, done.stderr
-        assert "kernels of 2 of 2 shapes compiled" in done.stdout
         assert "seed 7, which is for tuning" in done.stdout
+        rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+        assert [row["id"] for row in rows] == ["7/0", "7/1", "7/2"]
+        assert all(row["us"]["TORCH"] > 0 for row in rows)
 
-    def test_a_shape_that_ends_two_processes_is_left_out(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        inner = random_shapes.measure
-        for _ in range(2):
-            monkeypatch.setattr(random_shapes, "measure", lambda *_: (_ for _ in ()).throw(SystemExit("killed")))
-            with pytest.raises(SystemExit, match="killed"):
-                made("--seed", "1000", "--count", "2")
-        monkeypatch.setattr(random_shapes, "measure", inner)
-        first, second = made("--seed", "1000", "--count", "2")["rows"]
-        assert first["dropped"] == ["all: the process ended here, twice"]
-        assert second["us"]["TORCH"] > 0
+    def test_a_shape_without_memory_is_measured_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        counts = []
+
+        def rows_of(shapes: Sequence[Any], count: int, *_: Any) -> Iterator[tuple[Any, Any]]:
+            for each in shapes:
+                counts.append(count)
+                row = random_measure.without_times(each, "none") | {"dropped": []}
+                if count > 1:
+                    row["dropped"] = ["FA3: OutOfMemoryError: full"]
+                yield each, Failed("OutOfMemoryError: full") if count > 1 and each.index else row
+
+        monkeypatch.setattr(random_shapes, "rows_of", rows_of)
+        path = tmp_path / "a.json"
+        asked = ["--device", "cpu", "--backend", "TORCH", "--count", "2", "--seed", "1", "--processes", "4"]
+        random_shapes.run(random_shapes.parse([*asked, "--json", str(path)]))
+        assert counts == [4, 4, 1, 1]
+        assert [row["dropped"] for row in json.loads(path.read_text())["rows"]] == [[], []]
 
 
 def row(index: int, ratio: float | None, others: int = 2, **more: Any) -> dict[str, Any]:
-    each = random_shapes.describe(draw(1000, index))
+    each = random_measure.describe(draw(1000, index))
     return each | {"us": {"TRITON": 10.0, "FA3": 9.0}, "best other": "FA3", "ratio": ratio, "low": ratio, "high": ratio,
                    "others": others, "read us": None, "dropped": []} | more  # fmt: skip
 
