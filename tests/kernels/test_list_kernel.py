@@ -49,8 +49,9 @@ class Listed(NamedTuple):
 
 
 def check_list(case: Listed) -> int:
-    """As the rule says: whole tiles of the longest rows first, then splits, those of a tile side by side in slots of
-    their own, then other whole tiles; no whole tile is in front of one of a longer row, or of a later one of its row.
+    """As the rule says: whole tiles of the longest rows first, then splits, each in a slot of its own, those of a tile
+    side by side, then other whole tiles; no whole tile is in front of one of a longer row, or of a later one of its
+    row, and no split in front of one that sees earlier keys of its row.
     Nothing is written behind the list, and counters begin at 0. Returns the number of splits."""
     spec, tile, target, num_whole, num_rows = case.spec, case.tile, case.target, case.num_whole, len(case.query_lens)
     heads, load, starts = spec.num_kv_heads, case.load(), np.cumsum([0, *case.query_lens])
@@ -71,10 +72,15 @@ def check_list(case: Listed) -> int:
     num_split = sum(each[5] > 1 for each in work_items)
     assert num_split * heads <= target
     assert num_split <= made.max_split_items
-    for number, (*_, several, split, slot) in enumerate(work_items):
+    for number, (*_, several, split, _) in enumerate(work_items):
         assert (several > 1) == (num_whole <= number < num_whole + num_split)
-        assert slot == number - num_whole - split
         assert 0 <= split < several
+    parts = [(start, split, -first) for _, start, _, first, _, several, split, _ in work_items if several > 1]
+    assert parts == sorted(parts)
+    slots = {(start, first): slot for _, start, _, first, _, several, _, slot in work_items if several > 1}
+    taken = [slot + split for *_, several, split, slot in work_items if several > 1]
+    assert sorted(taken) == list(range(num_split))
+    assert all(slot == slots[start, first] for _, start, _, first, _, several, _, slot in work_items if several > 1)
     row_at = {start: row for row, start in enumerate(starts) if row == num_rows or case.query_lens[row]}
     if case.by_length and num_rows - case.first_row <= split_launch.FEW_ROWS:
         whole = [(-min(seq_len, seq_len - query_len + first + tile.tokens), row)

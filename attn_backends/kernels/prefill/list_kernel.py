@@ -49,8 +49,9 @@ def list_kernel(  # type: ignore[no-untyped-def]
     A work item is a row (-1: none), its first query token and their number, which of them is the tile's first, the
     row's length, the number of the tile's splits, which of them this is, and the first one's partial slot.
 
-    First come `num_whole` tiles of the longest rows, then splits, those of a tile side by side, whose slots are their
-    numbers behind those; then tiles that are whole as they are short. Of whole tiles the longest rows' are in front,
+    First come `num_whole` tiles of the longest rows, then splits, a row's first ones of all its tiles in front of its
+    second ones, as tiles that are worked on at a time then read the same keys, and memory is asked for these once. A
+    tile's slots are side by side. Then come tiles that are whole as they are short. Of whole tiles the longest rows' are in front,
     and of a row the last ones, which see the most keys where attention is causal: so what is left for the end is short.
     With BY_LENGTH it is shorter: tiles that see more keys are in front of all rows' that see less.
     """
@@ -72,20 +73,22 @@ def list_kernel(  # type: ignore[no-untyped-def]
     whole_begins = before + tl.where(whole > 0, 0, num_more)
     num_items = whole_counts + tl.where(splits > 1, (tiles - whole) * splits, 0)
     split_begins = num_whole + splits_before - whole_counts
+    split_tiles = tl.maximum(tiles - whole, 1)
     row = first_row + tl.minimum(own, num_rows - 1)  # of tokens behind all rows the last one's pages are looked up
     for begin in range(tl.program_id(1) * BLOCK_ITEMS, tl.max(num_items, 0), tl.num_programs(1) * BLOCK_ITEMS):
         nth = (begin + tl.arange(0, BLOCK_ITEMS))[None]
         is_whole, nth_split = nth < whole_counts[:, None], nth - whole_counts[:, None]
         work_item = nth + tl.where(is_whole, whole_begins[:, None], split_begins[:, None])
-        split_tile = nth_split // splits[:, None]
+        split = tl.where(is_whole, 0, nth_split // split_tiles[:, None])
+        split_tile = nth_split - split * split_tiles[:, None]
         from_last = tl.where(is_whole, nth, whole[:, None] + split_tile)  # tiles of the row behind it
-        split = tl.where(is_whole, 0, nth_split - split_tile * splits[:, None])
+        slot = (split_begins + whole_counts)[:, None] + split_tile * splits[:, None]  # of several splits
         if BY_LENGTH:
             work_item = _by_length(all_rows, own, (tiles, lens, query_lens), nth, tile_tokens, BLOCK_ROWS)
         store_items(
             work_items + work_item * 8, (nth < num_items[:, None]) & (work_item < max_items), (row[:, None],
             starts[:, None], query_lens[:, None], (tiles[:, None] - 1 - from_last) * tile_tokens, lens[:, None],
-            tl.where(is_whole, 1, splits[:, None]), split, work_item - num_whole - split),
+            tl.where(is_whole, 1, splits[:, None]), split, slot - num_whole),
         )  # fmt: skip
 
     NUMBERS: tl.constexpr = OWN_ROWS * BLOCK_ITEMS
