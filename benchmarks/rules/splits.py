@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.rules import prefill_share, short_tiles, split_tile
+from attn_backends.backends.triton.rules import prefill_share, split_tile
+from attn_backends.backends.triton.short_tiles import short_tiles
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.views import without_new_keys
 from attn_backends.kernels.launch import num_multiprocessors
@@ -95,7 +96,7 @@ def _by_other_tiles(problem: Problem, whole: Any) -> dict[str, Any]:
         return {}
     ways = {f"{tile.groups} x {tile.keys}": replace(whole, hopper_tile=tile) for tile in tiles_of(spec)[1:]}
     tiles = () if whole.num_decode_rows else short_tiles(spec, problem.cache, None, problem.device)
-    return ways | {f"portable {tile.keys}": replace(whole, short_tile=tile) for tile in tiles}
+    return ways | {f"portable {tile.rows} x {tile.keys}": replace(whole, short_tile=tile) for tile in tiles}
 
 
 def made_of(problem: Problem) -> tuple[Made, Any]:

@@ -18,10 +18,9 @@ from attn_backends.backends.triton.rules import (
     of_fresh_keys,
     prefill_share,
     reads_pages_on_hopper,
-    short_tile,
-    short_tiles,
     split_tile,
 )
+from attn_backends.backends.triton.short_tiles import short_tile, short_tiles
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.backends.triton.upcasting import (
     UpcastRows,

@@ -24,6 +24,7 @@ from attn_backends.kernels.prefill.splits import (
     PrefillSplits,
     SplitTile,
     TileLoad,
+    busy_time,
     hopper_tile,
     serial_time,
     time_of,
@@ -124,8 +125,7 @@ def _taken(
     timed = tile._replace(of_a_block=of_a_block)
     step = 0.0 if hides_keys_before(spec, seq_lens) else blocks_between(spec, tile)
     whole = in_waves_time(longest, spec.num_kv_heads, num_programs, timed, step)
-    all_busy = tile.of_a_block * int(load.tiles @ load.blocks) * spec.num_kv_heads / num_programs
-    return max(whole, all_busy + decodes)
+    return max(whole, busy_time(load, spec.num_kv_heads, num_programs, tile) + decodes)
 
 
 def split_plan(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device) -> TilePlan:

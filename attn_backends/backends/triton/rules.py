@@ -17,7 +17,6 @@ from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, least_decode_tokens
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors, shared_memory
-from attn_backends.kernels.prefill.faster_tile import mean_keys, seen_by_tiles
 from attn_backends.kernels.prefill.launch import (
     HOPPER_ROWS,
     num_hopper_tiles,
@@ -26,7 +25,7 @@ from attn_backends.kernels.prefill.launch import (
     suits_hopper_kernel,
 )
 from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, hopper_tile, split_target, time_of
-from attn_backends.kernels.prefill.tiles import PrefillTile, half_tile, heads_in_l2
+from attn_backends.kernels.prefill.tiles import heads_in_l2
 from attn_backends.kernels.prefill.waves import blocks_between, faster_by_length, is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -95,64 +94,6 @@ def decode_sms(
     prefills = time_of(load, spec.num_kv_heads, most, 0, tile)
     decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
     return free if taken * decodes < _FEW_BESIDE * free * prefills else None
-
-
-SHORT_TILES = (PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3))
-_TOGETHER = 3  # programs of such a tile that a multiprocessor holds, about
-_NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the faster ones: of many tiles, and of few
-# Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles;
-# twice as many in the mean where no row has more queries than one of these, which is half of one for Hopper. Beside
-# the kernel for Hopper with tiles of half the size more tiles never are faster. As measured at tuning seeds 24 to 26,
-# 35 to 38, and 100 to 102, and beside half the size at 150 to 161, without decodes.
-_FEW_KEYS = {64: (512, 400), 128: (256, 72), 256: (128, 128)}
-_FEW_BESIDE_HALF = {64: (80, 0), 128: (64, 0), 256: (64, 32)}
-_FEW_OF_8_BITS = {64: (512, 400), 128: (640, 72), 256: (256, 128)}  # which that one reads more slowly: at 197 and 198
-_FEWEST = 32  # keys, of one short block
-
-
-def short_tiles(
-    spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
-) -> tuple[PrefillTile, ...]:
-    """The portable kernel's tiles for rows that see few keys: where all begin at once, and for more of them. None where
-    it serves all prefills anyway, and where a token has more queries of wide heads than four warps can hold."""
-    has_tile = options is not None and options.prompt_tile is not None
-    is_held = spec.group_size <= SHORT_TILES[0].rows or spec.head_dim <= _MIDDLE
-    if has_tile or not is_held or not reads_pages_on_hopper(spec, cache, options, device):
-        return ()
-    return SHORT_TILES[spec.head_dim > _MIDDLE], SHORT_TILES[spec.head_dim > _NARROW]
-
-
-def short_tile(
-    spec: AttentionSpec, tiles: tuple[PrefillTile, ...], query_lens: IntArray, seq_lens: IntArray, device: torch.device,
-    has_decodes: bool = False, for_graph: bool = False,
-) -> PrefillTile | None:  # fmt: skip
-    """The one of `short_tiles` for rows that see so few keys that it is faster than the kernel for Hopper, of which a
-    multiprocessor works on one tile at a time, and waits for its first keys; None: it is not, as where one row would
-    take much longer than all together.
-
-    Args:
-        query_lens, seq_lens: [rows], or upper bounds of the latter.
-        has_decodes: some rows are of few tokens, and would else run beside the kernel for Hopper: only where all begin
-            at once are they as fast in this one.
-        for_graph: the kernel for Hopper has tiles of half the size for rows of few queries alone then.
-    """
-    if not tiles:
-        return None
-    num_tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
-    has_half = not (for_graph or has_decodes) and half_tile(spec) is not None
-    few_keys = _FEW_BESIDE_HALF if has_half else _FEW_KEYS
-    if spec.cache_dtype is not spec.dtype:
-        few_keys = _FEW_OF_8_BITS
-    longest, mean = next((few for head_dim, few in few_keys.items() if spec.head_dim <= head_dim), (0, 0))
-    most = int(seen_by_tiles(spec, seq_lens).max(initial=0))
-    if int(num_tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):
-        return tiles[most <= _FEWEST] if most <= longest else None
-    if has_decodes:
-        return None
-    keys = int(num_tiles @ mean_keys(spec, HOPPER_ROWS // spec.group_size, query_lens, seq_lens))
-    even = keys * spec.num_kv_heads // (_TOGETHER * num_multiprocessors(device))  # of a program
-    mean *= 2 if int(query_lens.max()) * spec.group_size <= tiles[1].rows else 1
-    return tiles[1] if most <= max(2 * longest, even) and keys <= mean * int(num_tiles.sum()) else None
 
 
 def reads_pages_on_hopper(

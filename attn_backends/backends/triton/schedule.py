@@ -150,7 +150,8 @@ def short_blocks(spec: AttentionSpec, tile: DecodeTile, plan: SplitPlan) -> Shor
     """The blocks of a tile. Splits over 16 bits have the smaller one: by the larger one 64 keys of 128 columns took no
     less time than by a loop, on an H200."""
     has_function = plan.tiles == 1 and plan.block_m == _SMALL_TILE_ROWS and spec.alibi_slopes is None
-    if not has_function or spec.dtype.itemsize > 2 or tile.warps > _SHORT_WARPS:
+    is_wide = max(spec.dtype.itemsize, spec.cache_dtype.itemsize) > 2  # a thread has registers for half as many
+    if not has_function or is_wide or tile.warps > _SHORT_WARPS:
         return ShortBlocks(0, 0, 0)
     keys = min(_SHORT_NUMBERS * 32 * tile.warps // max(block_dims(spec)), _LONGEST_SHORT)
     if keys < _SMALL_TILE_ROWS:

@@ -16,11 +16,10 @@ from attn_backends.backends.triton.plans import TilePlan, prefill_plan
 from attn_backends.backends.triton.rules import (
     can_upcast,
     decode_tokens,
-    short_tile,
-    short_tiles,
     split_tile,
 )
 from attn_backends.backends.triton.schedule import Schedule, SplitPlan
+from attn_backends.backends.triton.short_tiles import short_tile, short_tiles
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
 from attn_backends.backends.triton.upcasting import Span, section_spans
 from attn_backends.backends.triton.variants import variants

@@ -14,8 +14,9 @@ import torch
 
 from attn_backends.backends.triton.launch import Kernels
 from attn_backends.backends.triton.layer import make_kernels
-from attn_backends.backends.triton.rules import can_upcast, decode_tokens, of_fresh_keys, short_tiles, split_tile
+from attn_backends.backends.triton.rules import can_upcast, decode_tokens, of_fresh_keys, split_tile
 from attn_backends.backends.triton.schedule import Schedule, SplitPlan
+from attn_backends.backends.triton.short_tiles import short_tiles
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, upcast_heads
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two

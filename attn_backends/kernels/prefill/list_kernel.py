@@ -51,9 +51,9 @@ def list_kernel(  # type: ignore[no-untyped-def]
 
     First come `num_whole` tiles of the longest rows, then splits, a row's first ones of all its tiles in front of its
     second ones, as tiles that are worked on at a time then read the same keys, and memory is asked for these once. A
-    tile's slots are side by side. Then come tiles that are whole as they are short. Of whole tiles the longest rows' are in front,
-    and of a row the last ones, which see the most keys where attention is causal: so what is left for the end is short.
-    With BY_LENGTH it is shorter: tiles that see more keys are in front of all rows' that see less.
+    tile's slots are side by side. Then come tiles that are whole as they are short. Of whole tiles the longest rows'
+    are in front, and of a row the last ones, which see the most keys where attention is causal: so what is left for the
+    end is short. With BY_LENGTH it is shorter: tiles that see more keys are in front of all rows' that see less.
     """
     window, mixed, tile = (window_right, window_left, chunk), (others_tokens, num_tokens), (tile_tokens, block_keys)
     rows = (seq_lens, query_start_loc, first_row, num_rows, num_whole, window, mixed, tile)

@@ -29,7 +29,8 @@ _QUARTERS = (4 * _WAVES, 4, 3, 2, 1)  # of the number of programs, that are trie
 OF_A_TILE = 1.0  # what a tile, or a split of one, takes beside its blocks, where its kernel gives no other
 OF_THE_JOIN = 3.0  # what the join takes, where its kernel gives no other
 _OF_A_LAUNCH = 6.0  # what decodes take at least that run behind
-_LEAST_SAVED = 0.1  # part of the time, below which nothing is split
+# Part of the time, below which nothing is split, of short and of long ones; and how long is long.
+_LEAST_SAVED, _LEAST_SAVED_OF_LONG, _LONG = 0.1, 0.05, 200.0
 
 
 class SplitTile(NamedTuple):
@@ -45,6 +46,8 @@ class SplitTile(NamedTuple):
     alone: float = 1.0  # the part of that where a tile has a multiprocessor to itself
     of_the_join: float = OF_THE_JOIN  # what the join takes at least
     of_all_splits: float = 0.0  # what it and storing splits take more, where each program has one of a full tile
+    of_a_read: float = 0.0  # what reading a block from memory takes at least, where all programs read
+    of_another: float = 0.0  # the same of one that another tile of its row reads too, from the L2
 
     @property
     def min_blocks(self) -> int:
@@ -60,6 +63,9 @@ class SplitTile(NamedTuple):
         return self.of_a_block * (self.alone if count * self.beside <= num_programs else 1.0)
 
 
+# `of_a_read` and `of_another` of the usual tile, over 16 bits, by the same head dims: 4.1 and 9 TB/s, at which those of
+# tuning seeds 291 to 294 come out that have a row's keys read once, and by many tiles.
+_READS = ((0.94, 0.43), (1.28, 0.58), (1.26, 0.58), (1.35, 0.62))
 _WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
 # `SplitTile` from `of_a_tile` on, in blocks of the usual tile: of that one, and of half the size. Of heads of up to 64,
 # of up to 128, and of up to 192, as measured at tuning seeds 159 to 195, and of 256, at 237 to 241; what usual tiles
@@ -96,9 +102,12 @@ def _hopper_tile(
 ) -> SplitTile:  # fmt: skip
     widths = 0 if head_dim <= 64 else 1 if head_dim_vo <= 128 else 2 if head_dim <= 192 else 3
     times = (_TIMES_OF_8_BITS if tile.raw_stages else _TIMES)[widths]
+    share = 0.0 if tile.raw_stages else tile.keys * tile.beside / (usual.keys * usual.beside)
+    of_a_read, of_another = (share * read for read in _READS[widths])
     return SplitTile(
-        tile.tokens(group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, *times[tile.groups < usual.groups]
-    )
+        tile.tokens(group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, *times[tile.groups < usual.groups],
+        of_a_read=of_a_read, of_another=of_another,
+    )  # fmt: skip
 
 
 class PrefillSplits(NamedTuple):
@@ -133,6 +142,21 @@ class TileLoad(NamedTuple):
         tiles = -(-queries // tile.tokens)
         used = queries * spec.group_size / (np.maximum(tiles, 1) * tile.rows)
         return TileLoad(tiles, -(-np.minimum(keys, reach) // tile.keys), used)
+
+
+def reading_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile) -> float:
+    """What it takes at least to read all keys: from memory once for each row, and from the L2 for a row's other
+    tiles."""
+    if not tile.of_a_read:
+        return 0.0
+    first, all_read = int(load.blocks[load.tiles > 0].sum()), int(load.tiles @ load.blocks)
+    return (tile.of_a_read * first + tile.of_another * (all_read - first)) * num_kv_heads / num_programs
+
+
+def busy_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile) -> float:
+    """What all blocks take where all programs are as long busy."""
+    even = tile.of_a_block * int(load.tiles @ load.blocks) * num_kv_heads / num_programs
+    return max(even, reading_time(load, num_kv_heads, num_programs, tile))
 
 
 def most_tile_splits(num_programs: int) -> int:
@@ -177,8 +201,10 @@ def split_target(
             behind one whose keys are split.
     """
     whole = time_of(load, num_kv_heads, num_programs, 0, tile)
-    all_busy = tile.of_a_block * int(load.tiles @ load.blocks) * num_kv_heads / num_programs + decodes
-    best, least = 0, (1 - _LEAST_SAVED) * max(whole, all_busy)
+    all_busy = busy_time(load, num_kv_heads, num_programs, tile) + decodes
+    of_whole = max(whole, all_busy)
+    least_saved = max(_LEAST_SAVED_OF_LONG, _LEAST_SAVED * min(1.0, _LONG / 2 / of_whole)) if of_whole else 0.0
+    best, least = 0, (1 - least_saved) * of_whole
     if all_busy + tile.of_the_join >= least:
         return best, 0.0
     targets = tried_targets(num_programs)
@@ -205,7 +231,8 @@ def time_of(load: TileLoad, num_kv_heads: int, num_programs: int, target: int, t
     """What rows take with a target, in blocks of the usual tile that a program reads; 0 is that of whole rows."""
     if not target:
         of_a_block = tile.block_time(int(load.tiles.sum()) * num_kv_heads, num_programs)
-        return whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, of_a_block)
+        whole = whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, of_a_block)
+        return max(whole, reading_time(load, num_kv_heads, num_programs, tile))
     splits = num_splits(load, num_kv_heads, target, tile.min_blocks)
     return split_time(load, num_kv_heads, num_programs, splits, tile)
 
@@ -236,13 +263,14 @@ def _split_times(load: TileLoad, num_kv_heads: int, num_programs: int, splits: A
     else:
         longest = (-(-counts // num_programs) * size).sum(1)
     all_busy = (size * counts).sum(1) / num_programs
+    read = reading_time(load, num_kv_heads, num_programs, tile)
     # Whole tiles come behind all splits, and may be longer: the longest begins once so many rounds of these are over.
     split = np.where(splits > 1, counts, 0)
     rounds = split.sum(1) // num_programs
     begins = rounds * (size * split).sum(1) / np.maximum(split.sum(1), 1)
     longest = np.maximum(longest, begins + np.where((splits == 1) & (counts > 0), size, 0).max(1, initial=0))
     joined = (counts * load.used * (splits > 1)).sum(1) / num_programs
-    return np.maximum(longest, all_busy) + tile.of_the_join + tile.of_all_splits * joined
+    return np.maximum(np.maximum(longest, all_busy), read) + tile.of_the_join + tile.of_all_splits * joined
 
 
 def _longest(size: NDArray[np.floating[Any]], count: NDArray[np.int64], num_programs: int) -> float:

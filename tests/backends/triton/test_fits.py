@@ -38,6 +38,7 @@ HOPPER, AMPERE, SMALL = 227 << 10, 163 << 10, 99 << 10  # bytes of a program, of
 HOPPER_SHARED, RESERVED, REGISTERS = 228 << 10, 1 << 10, 65536  # of a multiprocessor, of that for each program, and its
 TRITON_NAMES = {
     torch.float32: "fp32",
+    torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
@@ -338,6 +339,20 @@ def test_decode_fits_as_compiled(
 
     tile, constants = decode_of(spec, num_rows, query_rows, room)
     assert shared_bytes(decode_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
+
+
+@pytest.mark.parametrize("cached", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_decodes_of_one_dtype_over_another_compile(dtype: torch.dtype, cached: torch.dtype) -> None:
+    """Queries of 16 bits over a cache of 32 ended the process: instructions that keep 16 bits where they are had two
+    results of 32."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
+
+    spec = spec_of(64, 64, dtype, cached)
+    tile, constants = decode_of(spec, 1, 16, HOPPER)
+    assert _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90, until="llir").asm["llir"]
 
 
 @pytest.mark.parametrize("cached", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

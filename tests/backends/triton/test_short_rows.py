@@ -237,7 +237,9 @@ def test_which_rows_are_short(
 
 
 @only_interpreted
-@pytest.mark.parametrize("changes", [{"dtype": torch.float32}, {"alibi_slopes": (0.5, 0.25)}], ids=str)
+@pytest.mark.parametrize("changes", [
+    {"dtype": torch.float32}, {"cache_dtype": torch.float32}, {"alibi_slopes": (0.5, 0.25)},
+], ids=str)  # fmt: skip
 def test_layers_without_short_rows(changes: dict[str, Any], blocks: list[int]) -> None:
     check(AttentionSpec(2, 1, 64, **{"dtype": torch.float16, **changes}), [5, 20], [1, 1])
     assert blocks == []

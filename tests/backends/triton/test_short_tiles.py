@@ -13,6 +13,7 @@ from attn_backends import AttentionSpec, KVCacheSpec
 from attn_backends.kernels.prefill.tiles import HopperTile
 
 rules = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
+short_tiles = pytest.importorskip("attn_backends.backends.triton.short_tiles")
 faster_tile = pytest.importorskip("attn_backends.kernels.prefill.faster_tile")
 DEVICE = torch.device("cpu")
 
@@ -20,15 +21,15 @@ DEVICE = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "suits_hopper_kernel", lambda spec, device: spec.logits_soft_cap is None)
-    for module in (rules, faster_tile):
+    for module in (rules, faster_tile, short_tiles):
         monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
 
 
 def tile(
     spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], page_size: int = 16, options: Any = None
 ) -> object:
-    tiles = rules.short_tiles(spec, KVCacheSpec(8, page_size), options, DEVICE)
-    return rules.short_tile(spec, tiles, np.array(query_lens, np.int32), np.array(seq_lens, np.int32), DEVICE)
+    tiles = short_tiles.short_tiles(spec, KVCacheSpec(8, page_size), options, DEVICE)
+    return short_tiles.short_tile(spec, tiles, np.array(query_lens, np.int32), np.array(seq_lens, np.int32), DEVICE)
 
 
 def layer(head_dim: int, **changes: object) -> AttentionSpec:
@@ -56,32 +57,60 @@ def test_fewer_keys_are_as_short(seed: int) -> None:
 
 def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
     """Of many with heads that the kernel for Hopper has no tiles of half the size for."""
-    spec = layer(128)
-    assert tile(spec, [60], [60]) == rules.SHORT_TILES[0]
+    spec, wide = layer(128), layer(256)
+    assert tile(spec, [60] * 10, [60] * 10) == short_tiles.SHORT_TILES[0]
     assert tile(spec, [60, 20], [60, 70]) is None
     assert tile(spec, [60] * 100, [60] * 100) is None
-    assert tile(layer(64), [80], [80]) == rules.SHORT_TILES[0]
     assert tile(layer(64), [80] * 100, [80] * 100) is None
-    assert tile(layer(256), [40], [40]) == rules.SHORT_TILES[1]
-    assert tile(layer(256), [33] * 100, [33] * 10 + [31] * 90) == rules.SHORT_TILES[1]
-    assert tile(layer(256), [33] * 100, [33] * 100) is None
-    assert tile(spec, [32], [32]) == rules.SHORT_TILES[1]  # one short block
+    assert tile(wide, [60] * 8, [60] * 8) == short_tiles.SHORT_TILES[1]
+    assert tile(wide, [33] * 100, [33] * 10 + [31] * 90) == short_tiles.SHORT_TILES[1]
+    assert tile(wide, [33] * 100, [33] * 100) is None
     wide_group = AttentionSpec(71, 1, 64, dtype=torch.bfloat16)
-    assert tile(wide_group, [1] * 200, [100] * 200) == rules.SHORT_TILES[0]
+    assert tile(wide_group, [1] * 200, [100] * 200) == short_tiles.SHORT_TILES[0]
     assert tile(AttentionSpec(60, 1, 64, dtype=torch.bfloat16), [1] * 200, [100] * 200) is None
 
 
+def test_one_block_holds_all_keys() -> None:
+    """Of 32, 64, and of narrow heads 128, by fewer queries where programs are few; of 16 bits."""
+    few, many, longer, longest = (one.tile for one in short_tiles._ONE_BLOCK)
+    assert tile(layer(128), [32] * 10, [32] * 10) == few
+    assert tile(layer(128), [32] * 30, [32] * 30) == many  # 480 programs would have 16 queries
+    assert tile(layer(64), [32] * 10, [32] * 10) == many
+    assert tile(layer(128), [32] * 133, [32] * 133) is None
+    assert tile(layer(128), [33], [33]) == tile(layer(256), [40], [64]) == tile(layer(64), [40], [64]) == longer
+    assert tile(layer(64), [65], [65]) == tile(layer(64), [128] * 8, [128] * 8) == longest
+    assert tile(layer(64), [128] * 9, [128] * 9) is None
+    assert tile(layer(64), [64] * 12, [64] * 12) == short_tiles.SHORT_TILES[0]  # of half as long a block
+    assert tile(layer(128), [65], [65]) is None
+    for group, wanted in ((16, few), (17, many), (65, short_tiles.SHORT_TILES[1])):
+        assert tile(AttentionSpec(group, 1, 96, dtype=torch.bfloat16), [1], [31]) == wanted
+    over_8_bits = layer(128, cache_dtype=torch.float8_e4m3fn)
+    assert tile(over_8_bits, [10], [31]) == short_tiles.SHORT_TILES[1]
+
+
+def test_a_window_of_each_query_is_no_block_of_a_tile() -> None:
+    """Whose last query sees others."""
+    few, _, longer, _ = (one.tile for one in short_tiles._ONE_BLOCK)
+    assert tile(layer(128, window_left=24), [8], [4000]) == few  # 25 keys, and 7 more of the last of 8 tokens
+    assert tile(layer(128, window_left=25), [8], [4000]) == longer
+    assert tile(layer(128, window_left=25), [8], [32]) == few
+
+
 def test_decodes_go_along_where_all_begin_at_once() -> None:
-    spec, tiles = layer(128), rules.SHORT_TILES
+    spec, tiles = layer(128), short_tiles.SHORT_TILES
     for count, wanted in ((30, tiles[0]), (40, None)):
         lens = np.array([1] * count + [100], np.int32)
-        assert rules.short_tile(spec, tiles, lens, lens + 100, DEVICE, has_decodes=True) == wanted
-        assert rules.short_tile(spec, tiles, lens, lens + 100, DEVICE) is None
+        assert short_tiles.short_tile(spec, tiles, lens, lens + 100, DEVICE, has_decodes=True) == wanted
+        assert short_tiles.short_tile(spec, tiles, lens, lens + 100, DEVICE) is None
+    for count, wanted in ((30, short_tiles._ONE_BLOCK[0].tile), (40, None)):  # 9 tokens are two tiles of 16 queries
+        lens = np.array([1] * count + [9], np.int32)
+        assert short_tiles.short_tile(spec, tiles, lens, lens + 20, DEVICE, has_decodes=True) == wanted
+        assert short_tiles.short_tile(spec, tiles, lens, lens + 20, DEVICE) == short_tiles._ONE_BLOCK[0].tile
 
 
 def test_rows_that_half_fill_a_tile_for_hopper_may_see_twice_as_many_keys() -> None:
     spec = layer(256)
-    assert tile(spec, [32] * 100, [60] * 100) == rules.SHORT_TILES[1]
+    assert tile(spec, [32] * 100, [60] * 100) == short_tiles.SHORT_TILES[1]
     assert tile(spec, [33] * 100, [60] * 100) is None
 
 
@@ -104,7 +133,7 @@ def test_only_where_the_kernel_for_hopper_would_serve() -> None:
     assert tile(layer(128, logits_soft_cap=30.0), [10], [10]) is None
     assert tile(layer(128), [10], [10], page_size=24) is None
     for kind in ("prefill_tile", "prompt_tile"):
-        given = rules.TritonOptions(**{kind: rules.SHORT_TILES[0]})
+        given = rules.TritonOptions(**{kind: short_tiles.SHORT_TILES[0]})
         assert tile(layer(128), [10], [10], options=given) is None
 
 

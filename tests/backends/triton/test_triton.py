@@ -26,6 +26,7 @@ impl = pytest.importorskip("attn_backends.backends.triton.impl")
 rows_of = pytest.importorskip("attn_backends.kernels.tile_kernels").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 widening = pytest.importorskip("attn_backends.backends.triton.rules")
+short_tiles = pytest.importorskip("attn_backends.backends.triton.short_tiles")
 Pdl = pytest.importorskip("attn_backends.kernels.pdl").Pdl
 
 # The interpreter takes milliseconds a program. These are left to the GPU; the others take every road of the kernels.
@@ -123,7 +124,7 @@ def test_graphs_of_rows_that_see_few_keys_take_the_portable_kernel(monkeypatch: 
         clone = layer.state.graph_clone(3, 4)
         built = layer.builder.build(0, replace(batch.common(0), for_graph=True))
         step = clone.begin_forward(built)
-    assert built.short_tile in widening.SHORT_TILES
+    assert built.short_tile in short_tiles.SHORT_TILES
     assert step.metadata.short_tile == built.short_tile
     assert step.schedule is step.splits is None
 
@@ -132,7 +133,7 @@ def test_graphs_of_rows_that_see_few_keys_take_the_portable_kernel(monkeypatch: 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """What an impl launches on a GPU that starts kernels early, of six multiprocessors; nothing is run."""
     made: list[tuple[str, object]] = []
-    for where in (prefill_launch, widening):
+    for where in (prefill_launch, widening, short_tiles):
         monkeypatch.setattr(where, "num_multiprocessors", lambda device: 6)
     for name in ("supports_pdl", "has_hopper_kernels", "has_tensor_engine"):
         monkeypatch.setattr(prefill_launch, name, lambda device: True)
