@@ -14,10 +14,8 @@ others stand still. A library's kernel that would have to be compiled by nvcc dr
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -30,14 +28,13 @@ from benchmarks.attention.random_measure import Prepared, prepare, timed, withou
 from benchmarks.attention.random_plot import draw_files
 from benchmarks.attention.random_report import report_of
 from benchmarks.attention.random_results import Results, merged
+from benchmarks.attention.random_runs import add_options, check_seed, clean_up, measured
 from benchmarks.attention.sampled_problem import pool_for
-from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Bounds, Drawn, drawn, purpose
-from benchmarks.lib.gpu_harness import free_memory
+from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Bounds, Drawn, drawn
 from benchmarks.lib.harness import RESULTS
-from benchmarks.lib.processes import Failed, Row, Work, processes_to_compile, rows_of
+from benchmarks.lib.processes import Failed, Row, Work
 
 USUAL = ("TRITON", "FLASH_ATTN", "FLASHINFER")
-OUT_OF_MEMORY = "OutOfMemoryError"
 
 
 def backends_of(names: Sequence[str]) -> list[str]:
@@ -50,30 +47,16 @@ def backends_of(names: Sequence[str]) -> list[str]:
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, help="0 to 999 to tune by, 1000 to 1999 to judge by")
-    parser.add_argument("--count", type=int, default=300, help="of shapes")
+    add_options(parser, count=300, rounds=7)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--backend", nargs="+", type=str.upper, default=list(USUAL), help="the report is of the first")
-    parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--rounds", type=int, default=7, help="30 for what is reported")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no shape is begun")
     parser.add_argument("--compile", action="store_true", help="let libraries compile by nvcc what is not ready")
-    parser.add_argument("--processes", type=int, help="that make shapes ready; 0: this one does")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--json", type=Path, help="the file of results")
-    parser.add_argument("--again", action="store_true", help="measure anew what the file has")
     parser.add_argument("--merge", nargs="+", type=Path, help="files to make one of; nothing is measured")
     arguments = parser.parse_args(given)
-    if arguments.merge:
-        if not arguments.json:
-            parser.error("--merge needs a file to write to: --json FILE")
-    elif arguments.seed is None:
-        parser.error("give a --seed")
-    else:
-        try:
-            purpose(arguments.seed)
-        except ValueError as error:
-            parser.error(str(error))
+    if not arguments.merge:
+        check_seed(parser, arguments.seed)
+    elif not arguments.json:
+        parser.error("--merge needs a file to write to: --json FILE")
     return arguments
 
 
@@ -118,52 +101,20 @@ def measure(asked: Asked, prepared: Prepared) -> Row:
     return timed(prepared, asked.names, asked.rounds)
 
 
-def clean_up(device: str) -> bool:
-    """Free memory. Returns whether the device's context is alive."""
-    gc.collect()
-    if device != "cpu":
-        try:
-            free_memory(torch.device(device))
-            torch.cuda.synchronize()
-        except Exception:  # torch.AcceleratorError, or a RuntimeError
-            return False
-    return True
-
-
 def run(arguments: argparse.Namespace) -> Path:
     """Measure what is not in the file yet, as long as there is time. Returns the file."""
-    deadline = time.monotonic() + 60 * arguments.minutes
     asked = Asked(tuple(backends_of(arguments.backend)), arguments.rounds, arguments.bare, arguments.device)
     path = arguments.json or RESULTS / f"random_{arguments.seed}.json"
     results = Results(path, arguments.seed, asked.names[0], arguments.device, arguments.again)
     shapes = list(drawn(arguments.seed, arguments.count, arguments.kinds, asked.bounds))
     work = Work(partial(prepare_alone, asked), partial(measure, asked), partial(clean_up, asked.device))
-    waiting = [each for each in shapes if each.id not in results.rows]
-    count = arguments.processes
-    if count is None:
-        count = 0 if asked.device == "cpu" else processes_to_compile()
-    again: list[Drawn] = []
-    for each, found in rows_of(waiting, count, work, lambda: time.monotonic() < deadline):
-        if count > 1 and _lacked_memory(found):  # beside the others
-            again.append(each)
-        else:
-            _add(results, each, found, len(shapes))
-    for each, found in rows_of(again, 1, work, lambda: True):
-        _add(results, each, found, len(shapes))
+    for each, found in measured(arguments, [each for each in shapes if each.id not in results.rows], work):
+        row = without_times(each, found.why) if isinstance(found, Failed) else found
+        results.add(row)
+        print(progress(len(results.rows), len(shapes), row), flush=True)
     if left := len(shapes) - len(results.rows):
         print(f"out of time: {left} shapes are left; the same command goes on with them")
     return results.write()
-
-
-def _lacked_memory(found: Row | Failed) -> bool:
-    """Whether a shape or one of its contenders dropped out for want of memory."""
-    return any(OUT_OF_MEMORY in line for line in ([found.why] if isinstance(found, Failed) else found["dropped"]))
-
-
-def _add(results: Results, each: Drawn, found: Row | Failed, total: int) -> None:
-    row = without_times(each, found.why) if isinstance(found, Failed) else found
-    results.add(row)
-    print(progress(len(results.rows), total, row), flush=True)
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -24,6 +24,7 @@ from benchmarks.attention import (
     random_measure,
     random_plot,
     random_results,
+    random_runs,
     random_shapes,
     random_statistics,
     sampled_problem,
@@ -349,7 +350,7 @@ class TestRuns:
                     row["dropped"] = ["FA3: OutOfMemoryError: full"]
                 yield each, Failed("OutOfMemoryError: full") if count > 1 and each.index else row
 
-        monkeypatch.setattr(random_shapes, "rows_of", rows_of)
+        monkeypatch.setattr(random_runs, "rows_of", rows_of)
         path = tmp_path / "a.json"
         asked = ["--device", "cpu", "--backend", "TORCH", "--count", "2", "--seed", "1", "--processes", "4"]
         random_shapes.run(random_shapes.parse([*asked, "--json", str(path)]))
