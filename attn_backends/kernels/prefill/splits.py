@@ -149,7 +149,7 @@ def reading_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: Spl
     tiles."""
     if not tile.of_a_read:
         return 0.0
-    first, all_read = int(load.blocks[load.tiles > 0].sum()), int(load.tiles @ load.blocks)
+    first, all_read = int(load.blocks.sum()), int(load.tiles @ load.blocks)
     return (tile.of_a_read * first + tile.of_another * (all_read - first)) * num_kv_heads / num_programs
 
 
@@ -200,8 +200,9 @@ def split_target(
         decodes: what the step's decodes take, as times here. They run beside a prefill whose tiles are whole, and
             behind one whose keys are split.
     """
-    whole = time_of(load, num_kv_heads, num_programs, 0, tile)
-    all_busy = busy_time(load, num_kv_heads, num_programs, tile) + decodes
+    read = reading_time(load, num_kv_heads, num_programs, tile)
+    whole = _whole_time(load, num_kv_heads, num_programs, tile)
+    all_busy = max(tile.of_a_block * int(load.tiles @ load.blocks) * num_kv_heads / num_programs, read) + decodes
     of_whole = max(whole, all_busy)
     least_saved = max(_LEAST_SAVED_OF_LONG, _LEAST_SAVED * min(1.0, _LONG / 2 / of_whole)) if of_whole else 0.0
     best, least = 0, (1 - least_saved) * of_whole
@@ -209,7 +210,7 @@ def split_target(
         return best, 0.0
     targets = tried_targets(num_programs)
     of_each = _num_splits(load, num_kv_heads, np.array(targets), tile.min_blocks)
-    times = _split_times(load, num_kv_heads, num_programs, of_each, tile) + serial_time(decodes)
+    times = _split_times(load, num_kv_heads, num_programs, of_each, tile, read) + serial_time(decodes)
     has_splits = ((of_each > 1) & (load.tiles > 0)).any(1)
     for target, taken, is_split in zip(targets, times.tolist(), has_splits.tolist(), strict=True):
         if is_split and taken <= least:
@@ -230,11 +231,16 @@ def serial_time(decodes: float) -> float:
 def time_of(load: TileLoad, num_kv_heads: int, num_programs: int, target: int, tile: SplitTile) -> float:
     """What rows take with a target, in blocks of the usual tile that a program reads; 0 is that of whole rows."""
     if not target:
-        of_a_block = tile.block_time(int(load.tiles.sum()) * num_kv_heads, num_programs)
-        whole = whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, of_a_block)
+        whole = _whole_time(load, num_kv_heads, num_programs, tile)
         return max(whole, reading_time(load, num_kv_heads, num_programs, tile))
     splits = num_splits(load, num_kv_heads, target, tile.min_blocks)
     return split_time(load, num_kv_heads, num_programs, splits, tile)
+
+
+def _whole_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile) -> float:
+    """What whole rows take, but for reading."""
+    of_a_block = tile.block_time(int(load.tiles.sum()) * num_kv_heads, num_programs)
+    return whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, of_a_block)
 
 
 def whole_time(
@@ -248,11 +254,14 @@ def split_time(
     load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64], tile: SplitTile
 ) -> float:
     """What rows take in so many splits each, with their join."""
-    return float(_split_times(load, num_kv_heads, num_programs, splits[None], tile)[0])
+    read = reading_time(load, num_kv_heads, num_programs, tile)
+    return float(_split_times(load, num_kv_heads, num_programs, splits[None], tile, read)[0])
 
 
-def _split_times(load: TileLoad, num_kv_heads: int, num_programs: int, splits: Any, tile: SplitTile) -> Any:
-    """`split_time` of several [ways, rows] at once."""
+def _split_times(
+    load: TileLoad, num_kv_heads: int, num_programs: int, splits: Any, tile: SplitTile, read: float
+) -> Any:  # fmt: skip
+    """`split_time` of several [ways, rows] at once. Args: read: see `reading_time`."""
     counts = load.tiles * num_kv_heads * splits
     num_items = counts.sum(1)
     of_a_block = np.where(num_items * tile.beside <= num_programs, tile.alone, 1.0) * tile.of_a_block
@@ -263,7 +272,6 @@ def _split_times(load: TileLoad, num_kv_heads: int, num_programs: int, splits: A
     else:
         longest = (-(-counts // num_programs) * size).sum(1)
     all_busy = (size * counts).sum(1) / num_programs
-    read = reading_time(load, num_kv_heads, num_programs, tile)
     # Whole tiles come behind all splits, and may be longer: the longest begins once so many rounds of these are over.
     split = np.where(splits > 1, counts, 0)
     rounds = split.sum(1) // num_programs
