@@ -234,6 +234,21 @@ def test_what_whole_tiles_take_in_waves() -> None:
     assert waves.in_waves_time(load_of([0, 0], [4, 9]), 8, 132, WIDE, 1.0) == 0.0
 
 
+def test_a_long_row_that_is_some_waves_and_a_little_more_takes_another() -> None:
+    """However short the rows are that fill it."""
+    known = []
+    for seed in range(300):
+        dice = Random(f"a round more {seed}")
+        heads, rounds, step = dice.choice((1, 2, 4, 8)), dice.randint(1, 4), dice.choice((0.0, 0.25, 1.0))
+        count = rounds * 132 // heads + dice.randint(1, 3)
+        rest = dice.randint(1, 132 // heads)
+        load = load_of([rest, count], [dice.randint(1, 20), math.ceil(count * step) + dice.randint(40, 400)])
+        found = taken(sorted(np.repeat(waves.tile_times(load, step, WIDE), heads).tolist(), reverse=True), 132)
+        known.append(waves.in_waves_time(load, heads, 132, WIDE, step) / found)
+    assert min(known) > 0.85
+    assert max(known) < 1.1
+
+
 def test_tiles_by_their_own_lengths_where_that_is_faster() -> None:
     """Over random loads, by working through the lists: what it takes is known roughly, it is never chosen where it
     takes longer than rows as they come, and where it takes much less it is, but for short tiles."""

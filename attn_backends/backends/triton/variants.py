@@ -55,7 +55,10 @@ class _Layer:
         sinks = torch.zeros(spec.num_qo_heads, device=device) if spec.sinks else None
         self.kernels: Kernels = make_kernels(spec, cache, device, options, sinks)
         self.tokens = new_tokens(spec)
-        self._short_tiles = {*short_tiles(spec, cache, options, device)}
+        self._short_tiles = {  # by whether keys are in pages
+            is_paged: {*short_tiles(spec if is_paged else of_fresh_keys(spec), cache, options, device)}
+            for is_paged in (True, False)
+        }
 
     def launch_all(self) -> None:
         of_prefill = {Pdl.OFF, *self._prefill_tokens(), *self._prefill_pages()}
@@ -94,7 +97,7 @@ class _Layer:
         for share, other in product((None, 1.0), of_hopper):  # of the GPU, beside decodes
             whole = rows._replace(hopper_tile=other)
             yield self.kernels.prefill(query, key, value, output, None, whole, tiles, upcast_kv, share)
-        for tile in self._short_tiles if not rows.num_upcast else ():
+        for tile in self._short_tiles[rows.page_table is not None] if not rows.num_upcast else ():
             short = rows._replace(short_tile=tile)
             yield self.kernels.prefill(query, key, value, output, None, short, tiles, upcast_kv, None)
         for other, splits in lists:

@@ -39,8 +39,10 @@ class _Waves:
     def __init__(self, load: TileLoad, num_kv_heads: int, num_programs: int, step: float, tile: SplitTile) -> None:
         order = np.argsort(-load.blocks, kind="stable")
         tiles, blocks = load.tiles[order], load.blocks[order]
+        self._num_kv_heads, self._num_programs = num_kv_heads, num_programs
         self._of_each, self._step, self._tile = num_kv_heads / num_programs, step, tile
         self._before, self._blocks = np.cumsum(tiles) - tiles, blocks
+        self._shortest = np.minimum.accumulate(blocks - step * np.maximum(tiles - 1, 0))  # of this and longer rows
         count = int(tiles.sum())
         self.count = count * self._of_each  # of waves
         self.num_whole = count * num_kv_heads // num_programs * num_programs // num_kv_heads  # tiles of a KV head
@@ -49,21 +51,43 @@ class _Waves:
         self.rest = TileLoad(tiles - whole, blocks, used)
         self.whole_taken = self._taken(whole, blocks - step * np.maximum(whole - 1, 0) / 2)
         self.rest_taken = self._taken(self.rest.tiles, blocks - step * (whole + np.maximum(tiles - whole - 1, 0) / 2))
-        self._num_rest = count - self.num_whole
+        self._num_tiles, self._num_rest = count, count - self.num_whole
 
     def _taken(self, tiles: NDArray[np.int64], blocks: NDArray[np.floating[Any]]) -> float:
         """What all programs take that work as long as each other."""
-        return float(tiles @ (self._tile.of_a_block * np.maximum(blocks, 1) + self._tile.of_a_tile)) * self._of_each
+        return float(tiles @ self._time(blocks)) * self._of_each
 
     def tile(self, nth: int) -> float:
         """What the nth tile of a KV head takes."""
         row = int(np.searchsorted(self._before, nth, side="right")) - 1
-        blocks = max(float(self._blocks[row]) - self._step * (nth - int(self._before[row])), 1.0)
-        return self._tile.of_a_block * blocks + self._tile.of_a_tile
+        blocks = float(self._blocks[row]) - self._step * (nth - int(self._before[row]))
+        return float(self._time(blocks))
+
+    def _in_rounds(self) -> float:
+        """What they take where some program has one tile more than so many: each is as long as the shortest of these at
+        least. Of the longest row, whose tiles come by length, that one begins once all programs have worked off what is
+        in front, but for the second of a program, which is behind the shortest."""
+        rounds = np.arange(1, min(int(self.count), _MOST_IN_ORDER) + 1)
+        items = rounds * self._num_programs
+        nth = items // self._num_kv_heads  # tile, some head's of which is that one
+        rounds, items, nth = (each[nth < self._num_tiles] for each in (rounds, items, nth))
+        if not len(nth):
+            return 0.0
+        row = np.searchsorted(self._before, nth, side="right") - 1
+        blocks = self._blocks[row] - self._step * (nth - self._before[row])
+        shortest = np.where(row > 0, np.minimum(blocks, self._shortest[row - 1]), blocks)
+        in_rounds = (rounds + 1) * self._time(shortest)
+        of_longest = self._time(blocks)
+        in_front = nth * self._time(self._blocks[0] - self._step * (nth - 1) / 2) * self._of_each
+        in_front += (items - nth * self._num_kv_heads) * of_longest / self._num_programs
+        return float(np.where((row == 0) & (rounds > 1), in_front + of_longest, in_rounds).max())
+
+    def _time(self, blocks: Any) -> Any:
+        return self._tile.of_a_block * np.maximum(blocks, 1.0) + self._tile.of_a_tile
 
     def whole_time(self) -> float:
         """What all take where none is split: each of the rest behind one of the shortest of those before."""
-        longest, even = self.tile(0), self.whole_taken + self.rest_taken
+        longest, even = max(self.tile(0), self._in_rounds()), self.whole_taken + self.rest_taken
         if not (self._num_rest and self.num_whole):
             return max(longest, even)
         if self.count < 2:
