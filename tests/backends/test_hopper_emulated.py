@@ -15,6 +15,7 @@ import torch
 from attn_backends import AttentionSpec, AttentionType, MLASpec, get_backend
 from attn_backends.kernels.prefill.launch import HOPPER_DIMS
 from attn_backends.kernels.prefill.tiles import hopper_tiles, tiles_of
+from attn_backends.machine import pretend_multiprocessors
 from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
@@ -225,6 +226,22 @@ def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monke
 def test_prompts_by_the_other_tile(launches: list[int]) -> None:
     """Behind a decode."""
     check("TRITON", prefill(spec_of((64, 64)), 16, ([70, 90, 133], [1, 90, 133])), launches)
+
+
+@only_interpreted
+@pytest.mark.parametrize("num_sms", [4, 7])
+@pytest.mark.parametrize("heads_at_a_time", [1, 2, 3])
+def test_sections_of_heads_and_more_tiles_than_programs(
+    heads_at_a_time: int, num_sms: int, launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tile of any head is left out, or attended twice, where the L2 holds the keys of some heads alone."""
+    spec = spec_of(heads=(6, 3))
+    monkeypatch.setattr("attn_backends.backends.triton.metadata.prefill_plan", as_they_come)
+    of_a_head = max(LENS[0]) * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize
+    monkeypatch.setattr("attn_backends.kernels.prefill.tiles._L2_BYTES", heads_at_a_time * of_a_head)
+    with pretend_multiprocessors(num_sms):
+        check("TRITON", prefill(spec, 16, LENS), launches)
+    assert set(launches) == {num_sms}, "for 15 tiles"
 
 
 @only_interpreted
@@ -522,6 +539,12 @@ FAULTS = {
         "        barrier()\n        mbarrier.arrive(empty[1].index(stage))\n    else",
         "    else",
         STUCK,
+    ),
+    "a tile that is attended again": (
+        "triton",
+        'tile = gl.atomic_add(counters, 1, sem="relaxed") + num_programs\n',
+        'tile = gl.atomic_add(counters, 1, sem="relaxed") + num_programs - 1\n',
+        "a result is written twice",
     ),
     "a tile that the loader does not give back": (
         "triton of 128 dims",

@@ -574,13 +574,19 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = None, **how: Any) -> 
     return _scalar(pointer.loaded(mask, worst if other is None else other))
 
 
+_written: dict[int, torch.Tensor] = {}  # by address: which results of a launch there are
+
+
 def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     at, mask = pointer.chosen(mask)
     values = _tensor(value).to(pointer.storage.dtype).expand(at.shape)
-    if mask is None:
-        pointer.storage[at] = values
-    else:
-        pointer.storage[at[mask]] = values[mask]
+    if mask is not None:
+        at, values = at[mask], values[mask]
+    if pointer.storage.is_floating_point():  # others are counters
+        written = _written.setdefault(pointer.storage.data_ptr(), torch.zeros(len(pointer.storage), dtype=torch.bool))
+        assert not written[at].any(), "a result is written twice"
+        written[at] = True
+    pointer.storage[at] = values
 
 
 def _to_fp16_pairs(words: Tensor, e5m2: bool) -> Tensor:
@@ -760,6 +766,7 @@ class Emulated:
         @torch.inference_mode()
         def launch(*given: Any, num_warps: int, maxnreg: int | None = None) -> None:
             self.tell(count)
+            _written.clear()
             arguments = [*map(_argument, given, self.is_constant)]
             for number in range(count):
                 _running.append(Program(number, count, self.launches))
