@@ -1,0 +1,80 @@
+"""What prefills are reckoned to take, by which their tiles are chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn_backends import AttentionSpec
+
+plans = pytest.importorskip("attn_backends.backends.triton.plans", reason="needs triton")
+rules = pytest.importorskip("attn_backends.backends.triton.rules")
+splits = pytest.importorskip("attn_backends.kernels.prefill.splits")
+waves = pytest.importorskip("attn_backends.kernels.prefill.waves")
+DEVICE = torch.device("cpu")
+WHOLE = plans.TilePlan(None, None)
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (plans, rules):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+
+
+def layer(**changes: Any) -> AttentionSpec:
+    return AttentionSpec(**{"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, **changes})
+
+
+def taken(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_decodes: int = 0) -> float:
+    lens = np.array(query_lens, np.int32), np.array(seq_lens, np.int32)
+    return float(plans._taken(spec, WHOLE, *lens, num_decodes, DEVICE))
+
+
+def in_waves(spec: AttentionSpec, query_len: int, seq_len: int, step: float) -> float:
+    tile = splits.hopper_tile(spec)
+    load = splits.TileLoad.of(spec, tile, np.array([query_len]), np.array([seq_len]))
+    return float(waves.in_waves_time(load, spec.num_kv_heads, 132, tile, step))
+
+
+def test_a_prompts_tiles_see_fewer_keys_the_nearer_to_its_begin_they_are() -> None:
+    """32 tokens of a tile are a quarter of a block of 128 keys."""
+    spec = layer()
+    assert waves.blocks_between(spec, splits.hopper_tile(spec)) == 32 / 128
+    assert taken(spec, [8000], [8000]) == pytest.approx(in_waves(spec, 8000, 8000, 0.25))
+    assert taken(spec, [8000], [8000]) < 0.6 * in_waves(spec, 8000, 8000, 0.0)
+
+
+@pytest.mark.parametrize("changes", [{"window_left": 1023}, {"causal": False}], ids=str)
+def test_tiles_that_see_as_many_keys(changes: dict[str, Any]) -> None:
+    spec = layer(**changes)
+    assert taken(spec, [8000], [8000]) == pytest.approx(in_waves(spec, 8000, 8000, 0.0))
+
+
+def test_a_tile_alone_on_a_multiprocessor_takes_less() -> None:
+    spec, half = layer(num_qo_heads=4, num_kv_heads=1), plans.half_tile(layer())
+    tile = splits.hopper_tile(spec, half)
+    of_one, of_many = (
+        float(plans._taken(spec, plans.TilePlan(half, None), *[np.full(count, 16 * 64, np.int32)] * 2, 0, DEVICE))
+        for count in (1, 4)
+    )
+    blocks = 16 * 64 / tile.keys
+    assert of_one == pytest.approx(tile.alone * tile.of_a_block * blocks + tile.of_a_tile)
+    assert of_many == pytest.approx(tile.of_a_block * blocks + tile.of_a_tile)
+
+
+def test_decodes_beside_whole_tiles_count_where_these_leave_no_time() -> None:
+    spec = layer()
+    alone = taken(spec, [8000], [8000])
+    tile, lens = splits.hopper_tile(spec), np.full(64, 30_000, np.int32)
+    decodes = rules.decode_time(spec, tile, lens, DEVICE)
+    many = taken(spec, [1] * 64 + [8000], [30_000] * 64 + [8000], 64)
+    assert max(alone, decodes) < many < alone + 1.02 * decodes
+    few = taken(spec, [1, 8000], [16, 8000], 1)
+    assert few == pytest.approx(alone, rel=1e-3)
+    beside = rules.decode_time(spec, tile, np.full(1, 30_000, np.int32), DEVICE)
+    long = taken(spec, [1, 33], [30_000, 9000], 1)  # one tile is longer than all that is busy
+    assert long == pytest.approx(taken(spec, [33], [9000]))
+    assert long > 5 * beside > 10
