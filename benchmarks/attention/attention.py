@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,15 +49,14 @@ from benchmarks.attention.contest import (
     our_call,
     parse,
     parts_of,
-    result_name,
-    show,
+    run,
     speeds,
     writing_call,
 )
 from benchmarks.attention.paged_problem import Contender, Problem, Shape, make_contender, make_problem
 from benchmarks.attention.plain_read import make_read
-from benchmarks.lib.gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio
-from benchmarks.lib.harness import report, write
+from benchmarks.lib.gpu_harness import make_copy, ratio
+from benchmarks.lib.processes import Row
 from benchmarks.lib.reasons import reason
 
 SHAPES = {
@@ -203,19 +202,34 @@ def all_made(
     return made, dropped
 
 
+class Prepared(NamedTuple):
+    """A shape's contenders, captured, and how wrong those are that are right."""
+
+    problem: Problem
+    made: Made
+    errors: dict[str, float]
+    dropped: list[str]
+
+
 @torch.inference_mode()
-def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of one shape, and who dropped out."""
-    device = torch.device(arguments.device)
-    problem = make_problem(shape, CACHE_DTYPES[arguments.dtype], arguments.page_size, device)
+def prepare(arguments: argparse.Namespace, shape: Shape) -> Prepared:
+    problem = make_problem(shape, CACHE_DTYPES[arguments.dtype], arguments.page_size, torch.device(arguments.device))
     made, dropped = all_made(problem, arguments.backend, arguments.options, arguments.bare)
     errors, wrong = checked(made)
+    return Prepared(problem, made, errors, dropped + wrong)
+
+
+@torch.inference_mode()
+def measure(arguments: argparse.Namespace, prepared: Prepared) -> Row:
+    """Rows of one shape, and who dropped out."""
+    problem, made, errors, dropped = prepared
+    shape, device = problem.shape, problem.device
     right = {name: made[name] for name in errors}
     twins = {each: bare[0] for name in errors if (bare := own_bare(name)) for each in (name, *bare)}
     reads = {}
     if not shape.is_prefill and shape.window_left < 0:
         reads[READ] = Contender(problem, make_read(problem), [], None)
-    each, copied = calls_us(right | reads, copy, arguments.rounds, device, twins)
+    each, copied = calls_us(right | reads, make_copy(device), arguments.rounds, device, twins)
     read_us = statistics.median(each.pop(READ)) if reads else None
     us = {name: statistics.median(times) for name, times in each.items()}
     best = min((time for name, time in us.items() if name in BARE), default=None)
@@ -231,13 +245,7 @@ def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[li
                 "error": errors[name],
             }
             rows.append({"shape": shape.name, "contender": name, **figures, **against})
-    return rows, dropped + wrong
-
-
-def shapes_of(names: Sequence[str]) -> list[Shape]:
-    """The shapes of these sets; `all` is all but the tiny ones."""
-    return [shape for kind, of_kind in SHAPES.items() for shape in of_kind
-            if kind in names or ("all" in names and not kind.startswith("tiny"))]  # fmt: skip
+    return {"rows": rows, "dropped": dropped}
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -248,23 +256,9 @@ def main(given: Sequence[str] | None = None) -> None:
         mla_main([argument for argument in given if argument != "--mla"])
         return
     arguments = parse(__doc__, given, SHAPES, ["FLASHINFER"], 16)
-    device, name = torch.device(arguments.device), result_name("attention", arguments)
-    title = f"attention of one layer, {arguments.dtype}, page {arguments.page_size}"
-    packages = installed(*PACKAGES)
-    copy, rows, dropped = make_copy(device), [], []
-    for shape in shapes_of(arguments.shapes):
-        if arguments.match in shape.name:
-            measured, out = measure(shape, copy, arguments)
-            show(measured, out)
-            rows, dropped = rows + measured, dropped + out
-            write(name, title, rows, packages)
-            free_memory(device)
-    if rows:
-        written = report(name, title, rows, packages)
-        if find_spec("matplotlib"):
-            print(f"drawn to {draw_file(written).name} beside it")
-    if any(f": {backend}".lower() in line.lower() for backend in arguments.backend for line in dropped):
-        raise SystemExit("a backend of ours dropped out")
+    written = run("attention", "attention of one layer", arguments, SHAPES, prepare, measure)
+    if written and find_spec("matplotlib"):
+        print(f"drawn to {draw_file(written).name} beside it")
 
 
 if __name__ == "__main__":

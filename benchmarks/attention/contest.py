@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,9 @@ from attn_backends.cache.kv_cache import gather_slots
 from attn_backends.interface import AttentionBackend, AttentionImpl, AttentionStep
 from attn_backends.registry import validate_options
 from benchmarks.attention.paged_problem import Call, Contender, Problem
-from benchmarks.lib.gpu_harness import Copy, rounds_us
+from benchmarks.lib.gpu_harness import PACKAGES, Copy, clean_up, installed, rounds_us
+from benchmarks.lib.harness import report, write
+from benchmarks.lib.processes import Failed, Row, Work, measured
 from benchmarks.lib.reasons import reason
 
 GQA, SMALL = (32, 8, 128), (9, 3, 64)
@@ -101,8 +105,13 @@ def speeds(problem: Problem, us: float, copied: float) -> dict[str, float]:
 
 def show(rows: list[dict[str, Any]], dropped: list[str]) -> None:
     """At once, for whoever waits."""
-    lines = [f"{row['shape']}: {row['contender']}: {row['us']:.1f} us" for row in rows]
+    lines = [f"{row['shape']}: {row['contender']}: {_us(row):.1f} us" for row in rows]
     print("\n".join([*lines, *(f"dropped out: {line}" for line in dropped)]), flush=True)
+
+
+def _us(row: Mapping[str, Any]) -> float:
+    """What a row is about first."""
+    return float(next(row[name] for name in ("us", "decode us", "attention us", "layer us") if row.get(name)))
 
 
 def parse(
@@ -119,9 +128,53 @@ def parse(
     parser.add_argument("--page-size", type=int, default=page_size)
     parser.add_argument("--options", type=json.loads, default={}, help="backend_options, as JSON")
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--processes", type=int, help="that make shapes ready; 0: this one does")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--name", help="of the result; what was asked for if not given")
     return parser.parse_args(given)
+
+
+def run(
+    script: str, title: str, arguments: argparse.Namespace, sets: Mapping[str, Sequence[Any]],
+    prepare: Callable[[argparse.Namespace, Any], Any], measure: Callable[[argparse.Namespace, Any], Row],
+) -> Path | None:  # fmt: skip
+    """Rows of all shapes that were asked for, shown as they come, in their order in the file, which is returned; None:
+    there are none.
+
+    Args:
+        sets: of shapes; `all` are all but the tiny ones.
+        prepare: makes a shape's contenders ready, in a process of several.
+        measure: what was prepared, alone; returns its "rows" and who "dropped" out.
+
+    Raises:
+        SystemExit: a backend of ours dropped out.
+    """
+    chosen = [kind for kind in sets if kind in arguments.shapes or ("all" in arguments.shapes and kind[:4] != "tiny")]
+    shapes = [shape for kind in chosen for shape in sets[kind] if arguments.match in shape.name]
+    name, packages = result_name(script, arguments), installed(*PACKAGES)
+    title = f"{title}, {arguments.dtype}, page {arguments.page_size}"
+    work = Work(partial(_prepare, prepare, arguments), partial(measure, arguments), partial(clean_up, arguments.device))
+    rows: dict[int, list[dict[str, Any]]] = {}
+    dropped: list[str] = []
+    for (nth, shape), found in measured([*enumerate(shapes)], work, arguments.processes, arguments.device):
+        row = {"rows": [], "dropped": [f"{shape.name}: all: {found.why}"]} if isinstance(found, Failed) else found
+        show(row["rows"], row["dropped"])
+        rows[nth], dropped = row["rows"], dropped + row["dropped"]
+        write(name, title, _in_order(rows), packages)
+    written = report(name, title, _in_order(rows), packages) if any(rows.values()) else None
+    if any(f": {backend}".lower() in line.lower() for backend in arguments.backend for line in dropped):
+        raise SystemExit("a backend of ours dropped out")
+    return written
+
+
+def _prepare(
+    prepare: Callable[[argparse.Namespace, Any], Any], arguments: argparse.Namespace, numbered: tuple[int, Any]
+) -> Any:  # fmt: skip
+    return prepare(arguments, numbered[1])
+
+
+def _in_order(rows: Mapping[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [row for _, of_shape in sorted(rows.items()) for row in of_shape]
 
 
 def result_name(script: str, arguments: argparse.Namespace) -> str:

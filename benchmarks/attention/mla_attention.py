@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,11 +30,11 @@ from attn_backends.interface.capabilities import CudaGraphSupport
 from attn_backends.registry import validate_options
 from attn_backends.registry.table import backends
 from benchmarks.attention.bare_mla import KERNELS, absorbing
-from benchmarks.attention.contest import CACHE_DTYPES, calls_us, parse, parts_of, result_name, show, speeds
+from benchmarks.attention.contest import CACHE_DTYPES, calls_us, parse, parts_of, run, speeds
 from benchmarks.attention.mla_problem import LAYERS, Forms, MLAShape, make_forms
 from benchmarks.attention.paged_problem import Contender, make_contender
-from benchmarks.lib.gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio
-from benchmarks.lib.harness import report, write
+from benchmarks.lib.gpu_harness import make_copy, ratio
+from benchmarks.lib.processes import Row
 from benchmarks.lib.reasons import reason
 
 LAYER = " layer"
@@ -140,16 +140,27 @@ def all_made(forms: Forms, names: Sequence[str], options: dict[str, Any], with_b
     return made, dropped
 
 
+class Prepared(NamedTuple):
+    forms: Forms
+    made: Made
+    dropped: list[str]
+
+
 @torch.inference_mode()
-def measure(shape: MLAShape, copy: Copy, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of one shape, and who dropped out."""
-    device = torch.device(arguments.device)
+def prepare(arguments: argparse.Namespace, shape: MLAShape) -> Prepared:
+    device, names = torch.device(arguments.device), arguments.backend or all_backends()
     forms = make_forms(shape, CACHE_DTYPES[arguments.dtype], arguments.page_size, device)
-    names = arguments.backend or all_backends()
-    made, dropped = all_made(forms, names, arguments.options, arguments.bare)
+    return Prepared(forms, *all_made(forms, names, arguments.options, arguments.bare))
+
+
+@torch.inference_mode()
+def measure(arguments: argparse.Namespace, prepared: Prepared) -> Row:
+    """Rows of one shape, and who dropped out."""
+    forms, made, dropped = prepared
+    shape, device = forms.latent.shape, forms.latent.device
     errors = {name: contender.worst_error() for name, contender in made.items()}
     twins = {name + end: own + end for name, own in OWN.items() for end in ("", LAYER)}
-    each, copied = calls_us(made, copy, arguments.rounds, device, twins)
+    each, copied = calls_us(made, make_copy(device), arguments.rounds, device, twins)
     us = {name: statistics.median(times) for name, times in each.items()}
     best = {end: min((us[name + end] for name in KERNELS if name + end in us), default=None) for end in ("", LAYER)}
     rows = []
@@ -166,27 +177,12 @@ def measure(shape: MLAShape, copy: Copy, arguments: argparse.Namespace) -> tuple
             row |= {f"{column} us": time, **{f"{column} vs {other}": ratio for other, ratio in ratios.items()},
                     f"{column} error": errors[name + end]}  # fmt: skip
         rows.append(row | speeds(forms.latent, us[name], copied))
-    return rows, dropped
+    return {"rows": rows, "dropped": dropped}
 
 
 def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(__doc__, given, SHAPES, [], 64)
-    device, wanted, name = torch.device(arguments.device), arguments.shapes, result_name("mla_attention", arguments)
-    title = f"MLA decode of one layer, {arguments.dtype}, page {arguments.page_size}"
-    packages = installed(*PACKAGES)
-    copy, rows, dropped = make_copy(device), [], []
-    for kind, shapes in SHAPES.items():
-        for shape in shapes:
-            if (kind in wanted or ("all" in wanted and kind != "tiny")) and arguments.match in shape.name:
-                measured, out = measure(shape, copy, arguments)
-                show([row | {"us": row["decode us"]} for row in measured], out)
-                rows, dropped = rows + measured, dropped + out
-                write(name, title, rows, packages)
-                free_memory(device)
-    if rows:
-        report(name, title, rows, packages)
-    if any(f": {backend}:" in line for backend in arguments.backend for line in dropped):
-        raise SystemExit("a backend of ours dropped out")
+    run("mla_attention", "MLA decode of one layer", arguments, SHAPES, prepare, measure)
 
 
 if __name__ == "__main__":

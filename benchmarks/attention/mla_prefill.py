@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +30,12 @@ from attn_backends.batch.views import without_new_keys
 from attn_backends.cache.kv_cache import gather_pages
 from attn_backends.registry import validate_options
 from benchmarks.attention.bare_kernels import workspace
-from benchmarks.attention.contest import CACHE_DTYPES, calls_us, parse, parts_of, result_name, show
+from benchmarks.attention.contest import CACHE_DTYPES, calls_us, parse, parts_of, run
 from benchmarks.attention.mla_attention import all_backends
 from benchmarks.attention.mla_problem import MLAProblem, latent_cache
 from benchmarks.attention.paged_problem import Answer, Call, Contender, Shape, common_of, make_contender, reference
-from benchmarks.lib.gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy
-from benchmarks.lib.harness import report, write
+from benchmarks.lib.gpu_harness import make_copy
+from benchmarks.lib.processes import Row
 from benchmarks.lib.reasons import reason
 
 LAYER, CHECKED_HEADS = " layer", 1
@@ -202,12 +202,24 @@ def all_made(
     return made, dropped
 
 
+class Prepared(NamedTuple):
+    problem: PromptProblem
+    made: dict[str, Contender]
+    dropped: list[str]
+
+
 @torch.inference_mode()
-def measure(shape: PromptShape, copy: Copy, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    device = torch.device(arguments.device)
-    problem = make_problem(shape, CACHE_DTYPES[arguments.dtype], arguments.page_size, device)
-    made, dropped = all_made(problem, arguments.backend or all_backends(), arguments)
-    each, _ = calls_us(made, copy, arguments.rounds, device, {})
+def prepare(arguments: argparse.Namespace, shape: PromptShape) -> Prepared:
+    problem = make_problem(shape, CACHE_DTYPES[arguments.dtype], arguments.page_size, torch.device(arguments.device))
+    return Prepared(problem, *all_made(problem, arguments.backend or all_backends(), arguments))
+
+
+@torch.inference_mode()
+def measure(arguments: argparse.Namespace, prepared: Prepared) -> Row:
+    """Rows of one shape, and who dropped out."""
+    problem, made, dropped = prepared
+    shape, device = problem.shape, problem.device
+    each, _ = calls_us(made, make_copy(device), arguments.rounds, device, {})
     us = {name: statistics.median(times) for name, times in each.items()}
     best = min((us[name] for name in KERNELS if name in us), default=None)
     rows = []
@@ -222,25 +234,12 @@ def measure(shape: PromptShape, copy: Copy, arguments: argparse.Namespace) -> tu
             "TFLOP/s": time and shape.flops / time / 1e6,
             "error": max(made[each].worst_error() for each in (name, name + LAYER) if each in made),
         })  # fmt: skip
-    return rows, dropped
+    return {"rows": rows, "dropped": dropped}
 
 
 def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(__doc__, given, SHAPES, [], 64)
-    device, wanted, name = torch.device(arguments.device), arguments.shapes, result_name("mla_prefill", arguments)
-    title = f"MLA prefill of one layer, {arguments.dtype}, page {arguments.page_size}"
-    packages = installed(*PACKAGES)
-    copy, rows = make_copy(device), []
-    for kind, shapes in SHAPES.items():
-        for shape in shapes:
-            if (kind in wanted or ("all" in wanted and kind != "tiny")) and arguments.match in shape.name:
-                measured, out = measure(shape, copy, arguments)
-                show([row | {"us": row["attention us"] or row["layer us"]} for row in measured], out)
-                rows += measured
-                write(name, title, rows, packages)
-                free_memory(device)
-    if rows:
-        report(name, title, rows, packages)
+    run("mla_prefill", "MLA prefill of one layer", arguments, SHAPES, prepare, measure)
 
 
 if __name__ == "__main__":

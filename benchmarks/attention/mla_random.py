@@ -25,11 +25,11 @@ from benchmarks.attention.mla_draws import BOUNDS, MLADrawn, draw
 from benchmarks.attention.mla_problem import make_forms
 from benchmarks.attention.random_measure import against
 from benchmarks.attention.random_results import Results
-from benchmarks.attention.random_runs import add_options, check_seed, clean_up, measured
+from benchmarks.attention.random_runs import add_options, check_seed
 from benchmarks.attention.random_statistics import summary
-from benchmarks.lib.gpu_harness import rounds_us
+from benchmarks.lib.gpu_harness import clean_up, rounds_us
 from benchmarks.lib.harness import RESULTS, print_table
-from benchmarks.lib.processes import Failed, Row, Work
+from benchmarks.lib.processes import Failed, Row, Work, measured
 
 FORMS = {"decode": "", "layer": LAYER}  # by the ends of contenders' names
 TURN_US = 4_000  # of a contender in a round
@@ -118,7 +118,7 @@ def main(given: Sequence[str] | None = None) -> None:
     shapes = [draw(arguments.seed, index, BOUNDS[asked.device]) for index in range(arguments.count)]
     waiting = [each for each in shapes if each.id not in results.rows]
     work = Work(partial(prepare, asked), partial(measure, asked), partial(clean_up, asked.device))
-    for each, found in measured(arguments, waiting, work):
+    for each, found in measured(waiting, work, arguments.processes, asked.device, arguments.minutes):
         if isinstance(found, Failed):
             row = describe(each) | {f"{form} ratio": None for form in FORMS} | {"dropped": [f"all: {found.why}"]}
         else:

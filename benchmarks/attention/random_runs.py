@@ -1,21 +1,11 @@
-"""What runs over shapes drawn at random share: their options, and processes that make shapes ready."""
+"""The options of runs over shapes drawn at random."""
 
 from __future__ import annotations
 
 import argparse
-import gc
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from benchmarks.attention.shape_draws import purpose
-from benchmarks.lib.gpu_harness import free_memory
-from benchmarks.lib.processes import Failed, Row, Work, processes_to_compile, rows_of
-
-OUT_OF_MEMORY = "OutOfMemoryError"
 
 
 def add_options(parser: argparse.ArgumentParser, count: int, rounds: int) -> None:
@@ -41,33 +31,3 @@ def check_seed(parser: argparse.ArgumentParser, seed: int | None) -> None:
         purpose(seed)
     except ValueError as error:
         parser.error(str(error))
-
-
-def measured(
-    arguments: argparse.Namespace, shapes: Sequence[Any], work: Work
-) -> Iterator[tuple[Any, Row | Failed]]:  # fmt: skip
-    """Each shape with its row, whose contenders that dropped out are "dropped", as they come, while there is time.
-    Those that lacked memory beside others are measured anew at the end, alone."""
-    deadline, count = time.monotonic() + 60 * arguments.minutes, arguments.processes
-    if count is None:
-        count = 0 if arguments.device == "cpu" else processes_to_compile()
-    again: list[Any] = []
-    for each, found in rows_of(shapes, count, work, lambda: time.monotonic() < deadline):
-        dropped = [found.why] if isinstance(found, Failed) else found["dropped"]
-        if count > 1 and any(OUT_OF_MEMORY in line for line in dropped):
-            again.append(each)
-        else:
-            yield each, found
-    yield from rows_of(again, 1, work, lambda: True)
-
-
-def clean_up(device: str) -> bool:
-    """Free memory. Returns whether the device's context is alive."""
-    gc.collect()
-    if device != "cpu":
-        try:
-            free_memory(torch.device(device))
-            torch.cuda.synchronize()
-        except Exception:  # torch.AcceleratorError, or a RuntimeError
-            return False
-    return True

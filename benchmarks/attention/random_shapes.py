@@ -28,11 +28,12 @@ from benchmarks.attention.random_measure import Prepared, prepare, timed, withou
 from benchmarks.attention.random_plot import draw_files
 from benchmarks.attention.random_report import report_of
 from benchmarks.attention.random_results import Results, merged
-from benchmarks.attention.random_runs import add_options, check_seed, clean_up, measured
+from benchmarks.attention.random_runs import add_options, check_seed
 from benchmarks.attention.sampled_problem import pool_for
 from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Bounds, Drawn, drawn
+from benchmarks.lib.gpu_harness import clean_up
 from benchmarks.lib.harness import RESULTS
-from benchmarks.lib.processes import Failed, Row, Work
+from benchmarks.lib.processes import Failed, Row, Work, measured
 
 USUAL = ("TRITON", "FLASH_ATTN", "FLASHINFER")
 
@@ -108,7 +109,8 @@ def run(arguments: argparse.Namespace) -> Path:
     results = Results(path, arguments.seed, asked.names[0], arguments.device, arguments.again)
     shapes = list(drawn(arguments.seed, arguments.count, arguments.kinds, asked.bounds))
     work = Work(partial(prepare_alone, asked), partial(measure, asked), partial(clean_up, asked.device))
-    for each, found in measured(arguments, [each for each in shapes if each.id not in results.rows], work):
+    waiting = [each for each in shapes if each.id not in results.rows]
+    for each, found in measured(waiting, work, arguments.processes, asked.device, arguments.minutes):
         row = without_times(each, found.why) if isinstance(found, Failed) else found
         results.add(row)
         print(progress(len(results.rows), len(shapes), row), flush=True)

@@ -126,6 +126,18 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def clean_up(device: str) -> bool:
+    """Free memory. Returns whether the device's context is alive."""
+    gc.collect()
+    if device != "cpu":
+        try:
+            free_memory(torch.device(device))
+            torch.cuda.synchronize()
+        except Exception:  # torch.AcceleratorError, or a RuntimeError
+            return False
+    return True
+
+
 def installed(*packages: str) -> tuple[str, ...]:
     """Those of these distributions that are here and can tell their version."""
     return tuple(name for name in packages if _is_installed(name))

@@ -22,6 +22,7 @@ from benchmarks.lib.reasons import reason
 DRAIN_SECONDS = 0.1  # in which a device ends what processes that stand still have queued
 MOST_SECONDS = 240.0  # for a case: to make it ready, or to measure it
 MOST_PROCESSES = 14
+_OUT_OF_MEMORY = "OutOfMemoryError"
 _READY, _MEASURE = "ready", "measure"
 
 Row = dict[str, Any]
@@ -72,6 +73,25 @@ def rows_of(
     finally:
         for worker in workers:
             worker.end()
+
+
+def measured(
+    cases: Sequence[Any], work: Work, processes: int | None, device: str, minutes: float = float("inf")
+) -> Iterator[tuple[Any, Row | Failed]]:
+    """Each case with its row, whose contenders that dropped out are "dropped", as they come, while there is time. Those
+    that lacked memory beside others are measured anew at the end, alone. Without a number there are as many processes
+    as cores have work, and on a CPU none but this one."""
+    deadline = time.monotonic() + 60 * minutes
+    if processes is None:
+        processes = 0 if device == "cpu" else processes_to_compile()
+    again: list[Any] = []
+    for case, found in rows_of(cases, processes, work, lambda: time.monotonic() < deadline):
+        dropped = [found.why] if isinstance(found, Failed) else found["dropped"]
+        if processes > 1 and any(_OUT_OF_MEMORY in line for line in dropped):
+            again.append(case)
+        else:
+            yield case, found
+    yield from rows_of(again, 1, work, lambda: True)
 
 
 class _Worker:

@@ -24,7 +24,6 @@ from benchmarks.attention import (
     random_measure,
     random_plot,
     random_results,
-    random_runs,
     random_shapes,
     random_statistics,
     sampled_problem,
@@ -35,6 +34,7 @@ from benchmarks.attention.paged_problem import Shape, make_contender
 from benchmarks.attention.random_report import report_of
 from benchmarks.attention.sampled_problem import Pool
 from benchmarks.attention.shape_draws import HEAD_DIMS, JUDGING, KINDS, ON_CPU, ON_GPU, TUNING, draw, drawn
+from benchmarks.lib import processes
 from benchmarks.lib.processes import Failed
 from tests.helpers.forked import run_python
 from tests.helpers.quick_native import quick_native
@@ -350,7 +350,7 @@ class TestRuns:
                     row["dropped"] = ["FA3: OutOfMemoryError: full"]
                 yield each, Failed("OutOfMemoryError: full") if count > 1 and each.index else row
 
-        monkeypatch.setattr(random_runs, "rows_of", rows_of)
+        monkeypatch.setattr(processes, "rows_of", rows_of)
         path = tmp_path / "a.json"
         asked = ["--device", "cpu", "--backend", "TORCH", "--count", "2", "--seed", "1", "--processes", "4"]
         random_shapes.run(random_shapes.parse([*asked, "--json", str(path)]))
