@@ -119,7 +119,8 @@ def test_commands_that_measure_have_their_options() -> None:
     assert len(commands) > 20
     for _, _, _, group, name, *arguments in commands:
         source = (ROOT / "benchmarks" / group / f"{name}.py").read_text()
-        source += (ROOT / "benchmarks" / "attention" / "contest.py").read_text() if group == "attention" else ""
+        for shared in ("contest", "random_runs") if group == "attention" else ():
+            source += (ROOT / "benchmarks" / "attention" / f"{shared}.py").read_text()
         for argument in arguments:
             if argument.startswith("-"):
                 assert f'"{argument.replace("--no-", "--")}"' in source, f"{group} {name} has no {argument}"

@@ -12,12 +12,8 @@ from benchmarks.attention.random_report import report_of
 
 # By the name of the file, the page and the chart; the first is of all kinds of batches, with the newest kernels.
 TITLES = {
-    "random_h200_newest": "Shapes that nobody chose, H200, with the newest kernels",
+    "random_h200_newest": "Shapes that nobody chose, H200",
     "random_h100_newest": "Shapes that nobody chose, H100, before prefill had tiles of half the size",
-    "random": "Shapes that nobody chose, H200",
-    "random_h200": "Shapes that nobody chose, H200, with newer kernels",
-    "random_h100": "Shapes that nobody chose, H100",
-    "random_prefills": "Prefills that nobody chose, H100",
 }
 NEWEST = next(iter(TITLES))
 TOPICS = "the distribution of TRITON's time over that of the best of all others, at shapes drawn at random"
@@ -31,7 +27,7 @@ NOTES = Path(__file__).parent / "notes"  # what a reader has to know beside the 
 MAKE = (
     "No result is committed yet. These commands make one on a GPU:\n\n"
     "```\npython -m benchmarks attention random_shapes --seed 1000 --count 300 --rounds 30 "
-    "--json benchmarks/results/random.json\npython -m benchmarks docs measured\n```"
+    "--json benchmarks/results/random_h200_newest.json\npython -m benchmarks docs measured\n```"
 )
 
 

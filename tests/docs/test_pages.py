@@ -12,6 +12,7 @@ import pytest
 import attn_backends
 from benchmarks.docs import measured, modules, random_page
 from benchmarks.docs.contents import ELSEWHERE, PAGES
+from benchmarks.docs.random_page import NEWEST
 from benchmarks.docs.tables import Pivot, fastest_bare, figure, pivoted, plain
 from tests.helpers.forked import run_python
 
@@ -106,7 +107,7 @@ def test_columns_without_values_are_left_out() -> None:
 
 def test_the_page_of_random_shapes_is_made_of_the_file(tmp_path: Path) -> None:
     """Without a file it tells how to make one."""
-    assert "No result is committed yet" in "".join(random_page.text(tmp_path, "random"))
+    assert "No result is committed yet" in "".join(random_page.text(tmp_path, NEWEST))
     assert list(random_page.charts(tmp_path, tmp_path)) == []
     each = {
         "id": "1000/0", "seed": 1000, "index": 0, "kind": "decode", "shape": "1 x 40, 4/2, 64", "dtype": "bf16",
@@ -115,8 +116,8 @@ def test_the_page_of_random_shapes_is_made_of_the_file(tmp_path: Path) -> None:
     }  # fmt: skip
     where = {"gpu": "A GPU", "date": "2026-11-25", "versions": {"torch": "2"}}
     result = {"of": "TRITON", "seed": [1000], "purpose": "judging", "rows": [each], **where}
-    (tmp_path / "random.json").write_text(json.dumps(result))
-    text = "\n".join(random_page.text(tmp_path, "random"))
-    assert "A GPU, 2026-11-25; torch 2; [random.json]" in text
+    (tmp_path / f"{NEWEST}.json").write_text(json.dumps(result))
+    text = "\n".join(random_page.text(tmp_path, NEWEST))
+    assert "A GPU, 2026-11-25; torch 2; [random_h200_newest.json]" in text
     assert "**TRITON takes 0.500 times as long" in text
-    assert [path.name for path in random_page.charts(tmp_path, tmp_path)] == ["random.svg"]
+    assert [path.name for path in random_page.charts(tmp_path, tmp_path)] == ["random_h200_newest.svg"]
