@@ -119,6 +119,11 @@ class AttentionSpec:
         )
 
     @property
+    def is_local(self) -> bool:
+        """Whether a query may not see keys far before its own: there is a window, or there are chunks."""
+        return self.window_left >= 0 or self.chunk_size is not None
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_qo_heads // self.num_kv_heads

@@ -130,7 +130,7 @@ def prefix_to_share(
             f"common_prefix_len is {asked}; it must be a multiple of the page size ({common.page_size}) and at "
             f"most the shortest context ({shortest})"
         )
-    positional = spec.window_left >= 0 or spec.chunk_size is not None or spec.encodes_positions
+    positional = spec.is_local or spec.encodes_positions
     bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.cache_dtype.itemsize
     pays = num_decodes > 1 and asked * (num_decodes - 1) * bytes_per_key >= min_bytes
     return asked if pays and not positional and spec.attention_type is AttentionType.DECODER else 0

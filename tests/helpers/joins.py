@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_backends.kernels.split_joins import ARRIVED, HAVE_BEGUN, JOIN_WORDS, LAUNCHES
+from attn_backends.backends.triton.kernels.split_joins import ARRIVED, HAVE_BEGUN, JOIN_WORDS, LAUNCHES
 
 
 def are_at_rest(counters: torch.Tensor) -> bool:

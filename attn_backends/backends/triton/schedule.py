@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.backends.triton.kernels.split_joins import JOIN_WORDS
 from attn_backends.backends.triton.tuning import DecodeTile
 from attn_backends.kernels.cut_list import CutList, Filling, SplitSizes, max_split_items
 from attn_backends.kernels.launch import power_of_two
 from attn_backends.kernels.prefill.launch import visible_range
-from attn_backends.kernels.split_joins import JOIN_WORDS
 from attn_backends.kernels.split_kv import MAX_SPLITS
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import AttentionSpec

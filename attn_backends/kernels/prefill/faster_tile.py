@@ -48,7 +48,7 @@ def faster_hopper_tile(
             most_blocks = _MOST_OF_MLA if tile.groups == 2 else most_blocks
             if int(load.tiles @ load.blocks) <= most_blocks * num_tiles:
                 return tile
-        elif spec.window_left < 0 and spec.chunk_size is None:  # where each tile has as many blocks at its ends
+        elif not spec.is_local:  # where each tile has as many blocks at its ends
             by_two = float(load.tiles @ (load.blocks + _BESIDE[2])) * spec.num_kv_heads / num_sms + _SPLITS
             of_three = mean_load(spec, tile, query_lens, seq_lens)
             by_three = _THREE_GROUPS * whole_time(of_three, spec.num_kv_heads, num_sms, _BESIDE[3])

@@ -73,11 +73,6 @@ def visible_range(spec: AttentionSpec) -> VisibleRange:
     return VisibleRange(0 if spec.causal else FAR.value, window_left, spec.chunk_size or FAR.value)
 
 
-def is_local(spec: AttentionSpec) -> bool:
-    """Whether a query may not see keys far before its own: there is a window, or there are chunks."""
-    return spec.window_left >= 0 or spec.chunk_size is not None
-
-
 def num_visible_keys(spec: AttentionSpec, keys: IntArray) -> IntArray:
     """How many of so many keys up to a query's own it sees at most."""
     reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size
@@ -155,7 +150,7 @@ class PrefillKernels:
         self._scales = {True: _scales_of(spec, k_scale, v_scale), False: _scales_of(spec, 1.0, 1.0)}  # by is_cached
         self._visible, self._has_sinks = visible_range(spec), int(spec.sinks)
         self._supports_pdl, self._has_tensor_engine = supports_pdl(device), has_tensor_engine(device)
-        self._is_local = is_local(spec)
+        self._is_local = spec.is_local
         scale_first = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
         self._logits = (int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(scale_first))
         self._dims = dims

@@ -31,7 +31,7 @@ state = pytest.importorskip("attn_backends.backends.triton.state")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 joins = pytest.importorskip("tests.helpers.joins")
 side_by_side = pytest.importorskip("tests.helpers.side_by_side")
-split_joins = pytest.importorskip("attn_backends.kernels.split_joins")
+split_joins = pytest.importorskip("attn_backends.backends.triton.kernels.split_joins")
 
 LAUNCHES = 5  # one behind the other, over the same words
 SLOTS = 6  # programs that run at a time

@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_backends.backends.triton.kernels.split_joins import HAVE_BEGUN, JOIN_WORDS, LAUNCHES, arrive
 from attn_backends.kernels.equal_cuts import LISTED_PAGES
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.pdl import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
-from attn_backends.kernels.split_joins import HAVE_BEGUN, JOIN_WORDS, LAUNCHES, arrive
 from attn_backends.kernels.split_kv import MAX_SPLITS, combine_splits, first_key, store_partial
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, prefetch_keys, scale_logits, write_rows
 
