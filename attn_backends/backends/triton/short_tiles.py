@@ -47,6 +47,7 @@ _ONE_BLOCK = (
     _OneBlock(PrefillTile(16, 32, 4, 1), 2.5, range(_NARROW + 1, 257)),
     _OneBlock(PrefillTile(64, 32, 4, 1), 4.0, range(1, 257)),
     _OneBlock(PrefillTile(16, 64, 4, 2), 1.3, range(1, 257)),
+    _OneBlock(PrefillTile(16, 128, 4, 1), 0.75, range(1, _MIDDLE + 1), 65),
     _OneBlock(PrefillTile(64, 128, 4, 1), 1.0, range(1, _NARROW + 1), 65),
 )
 

@@ -59,7 +59,7 @@ def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
     """Of many with heads that the kernel for Hopper has no tiles of half the size for."""
     spec, wide = layer(128), layer(256)
     assert tile(spec, [60] * 10, [60] * 10) == short_tiles.SHORT_TILES[0]
-    assert tile(spec, [60, 20], [60, 70]) is None
+    assert tile(spec, [60] * 10, [60] * 9 + [70]) is None
     assert tile(spec, [60] * 100, [60] * 100) is None
     assert tile(layer(64), [80] * 100, [80] * 100) is None
     assert tile(wide, [60] * 8, [60] * 8) == short_tiles.SHORT_TILES[1]
@@ -72,16 +72,18 @@ def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
 
 def test_one_block_holds_all_keys() -> None:
     """Of 32, 64, and of narrow heads 128, by fewer queries where programs are few; of 16 bits."""
-    few, many, longer, longest = (one.tile for one in short_tiles._ONE_BLOCK)
+    few, many, longer, longest_of_few, longest = (one.tile for one in short_tiles._ONE_BLOCK)
     assert tile(layer(128), [32] * 10, [32] * 10) == few
     assert tile(layer(128), [32] * 30, [32] * 30) == many  # 480 programs would have 16 queries
     assert tile(layer(64), [32] * 10, [32] * 10) == many
     assert tile(layer(128), [32] * 133, [32] * 133) is None
     assert tile(layer(128), [33], [33]) == tile(layer(256), [40], [64]) == tile(layer(64), [40], [64]) == longer
-    assert tile(layer(64), [65], [65]) == tile(layer(64), [128] * 8, [128] * 8) == longest
+    assert tile(layer(64), [65], [65]) == tile(layer(128), [90, 60], [90, 128]) == longest_of_few
+    assert tile(layer(64), [100] * 2, [100] * 2) == tile(layer(64), [128] * 8, [128] * 8) == longest
     assert tile(layer(64), [128] * 9, [128] * 9) is None
     assert tile(layer(64), [64] * 12, [64] * 12) == short_tiles.SHORT_TILES[0]  # of half as long a block
-    assert tile(layer(128), [65], [65]) is None
+    assert tile(layer(128), [100] * 2, [100] * 2) is None
+    assert tile(layer(256), [65], [65]) is None
     for group, wanted in ((16, few), (17, many), (65, short_tiles.SHORT_TILES[1])):
         assert tile(AttentionSpec(group, 1, 96, dtype=torch.bfloat16), [1], [31]) == wanted
     over_8_bits = layer(128, cache_dtype=torch.float8_e4m3fn)
@@ -90,7 +92,7 @@ def test_one_block_holds_all_keys() -> None:
 
 def test_a_window_of_each_query_is_no_block_of_a_tile() -> None:
     """Whose last query sees others."""
-    few, _, longer, _ = (one.tile for one in short_tiles._ONE_BLOCK)
+    few, _, longer, *_ = (one.tile for one in short_tiles._ONE_BLOCK)
     assert tile(layer(128, window_left=24), [8], [4000]) == few  # 25 keys, and 7 more of the last of 8 tokens
     assert tile(layer(128, window_left=25), [8], [4000]) == longer
     assert tile(layer(128, window_left=25), [8], [32]) == few
