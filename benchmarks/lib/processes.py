@@ -7,8 +7,10 @@ takes a fifth of one, and wants the device for itself.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +24,9 @@ from benchmarks.lib.reasons import reason
 DRAIN_SECONDS = 0.1  # in which a device ends what processes that stand still have queued
 MOST_SECONDS = 240.0  # for a case: to make it ready, or to measure it
 MOST_PROCESSES = 14
-_OUT_OF_MEMORY = "OutOfMemoryError"
-_READY, _MEASURE = "ready", "measure"
+_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")  # of torch, and of CUDA
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG, see prctl(2)
+_UP, _READY, _MEASURE = "up", "ready", "measure"
 
 Row = dict[str, Any]
 
@@ -51,11 +54,16 @@ def rows_of(
     cases: Sequence[Any], count: int, work: Work, may_begin: Callable[[], bool]
 ) -> Iterator[tuple[Any, Row | Failed]]:  # fmt: skip
     """Each case with its row, as they come, from `count` processes, or with none from this one; they are begun in their
-    order, while `may_begin` says so."""
+    order, while `may_begin` says so.
+
+    Raises:
+        RuntimeError: this process cannot go on.
+    """
     waiting = deque(cases)
     while not count and waiting and may_begin():
         yield waiting[0], _row_of(waiting.popleft(), work)
-        work.clean_up()
+        if not work.clean_up():
+            raise RuntimeError("this process cannot go on, as its device's context is dead: ask for --processes 1")
     workers = [_Worker(work) for _ in range(min(count, len(waiting)))]
     try:
         while True:
@@ -87,7 +95,7 @@ def measured(
     again: list[Any] = []
     for case, found in rows_of(cases, processes, work, lambda: time.monotonic() < deadline):
         dropped = [found.why] if isinstance(found, Failed) else found["dropped"]
-        if processes > 1 and any(_OUT_OF_MEMORY in line for line in dropped):
+        if processes > 1 and any(words in line for line in dropped for words in _OUT_OF_MEMORY):
             again.append(case)
         else:
             yield case, found
@@ -98,10 +106,11 @@ class _Worker:
     """A process, and what it is busy with. One that has ended, or cannot go on, is begun anew."""
 
     case: Any  # None: it is busy with none
+    until: float  # by `time.monotonic`, when it is late
     connection: Connection
 
     def __init__(self, work: Work) -> None:
-        self._work, self.case = work, None
+        self._work, self.case, self.until = work, None, float("inf")
         self._start()
 
     def _start(self) -> None:
@@ -110,22 +119,32 @@ class _Worker:
         self._process = context.Process(target=_serve, args=(theirs, self._work), daemon=True)
         self._process.start()
         theirs.close()  # so that its end is seen here
+        self._is_up = False
 
     def begin(self, case: Any) -> None:
-        self.case, self._since = case, time.monotonic()
-        self.connection.send(case)
+        self.case, self.until = case, time.monotonic() + MOST_SECONDS
+        if self._is_up:
+            try:
+                self.connection.send(case)
+            except OSError:  # it has ended since its last case
+                self._begun_anew("")
 
-    def answer(self, workers: Sequence[_Worker]) -> Row | Failed:
-        """What it says; where a case is ready its row, measured while the others stand still."""
+    def answer(self, workers: Sequence[_Worker]) -> Row | Failed | None:
+        """What it says; where a case is ready its row, measured while the others stand still. None: it only now takes
+        its case."""
         try:
             said = self.connection.recv()
+            if said == _UP:
+                self._is_up = True
+                self.connection.send(self.case)
+                return None
             if said == _READY:
                 with _standing_still([worker for worker in workers if worker is not self]):
                     self.connection.send(_MEASURE)
                     if not self.connection.poll(MOST_SECONDS):
                         return self._late()
                     said = self.connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join()
             return self._begun_anew(f"the process ended with {self._process.exitcode}")
         row, is_sound = said
@@ -134,11 +153,10 @@ class _Worker:
         return row  # type: ignore[no-any-return]
 
     def if_late(self) -> Failed | None:
-        return (
-            self._begun_anew(f"not done after {MOST_SECONDS:.0f} s")
-            if time.monotonic() - self._since > MOST_SECONDS
-            else None
-        )
+        return self._late() if time.monotonic() > self.until else None
+
+    def _late(self) -> Failed:
+        return self._begun_anew(f"not done after {MOST_SECONDS:.0f} s")
 
     def _begun_anew(self, why: str) -> Failed:
         self.end()
@@ -151,17 +169,21 @@ class _Worker:
         return case
 
     def signal(self, number: int) -> None:
-        if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+        """To the process, and to compilers that it has begun; none to one that is not up yet, and so has no case."""
+        if self._is_up and self._process.is_alive() and self._process.pid is not None:
+            os.killpg(self._process.pid, number)
 
     def end(self) -> None:
         self.signal(signal.SIGKILL)
+        self._process.kill()
         self._process.join()
         self.connection.close()
 
 
 @contextmanager
 def _standing_still(workers: Sequence[_Worker]) -> Iterator[None]:
+    """For so long none of them is late."""
+    began = time.monotonic()
     for worker in workers:
         worker.signal(signal.SIGSTOP)
     try:
@@ -170,10 +192,15 @@ def _standing_still(workers: Sequence[_Worker]) -> Iterator[None]:
     finally:
         for worker in workers:
             worker.signal(signal.SIGCONT)
+            worker.until += time.monotonic() - began
 
 
 def _serve(connection: Connection, work: Work) -> None:
     """Work off cases until the other end is closed."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":  # it is not to stand still for ever where the other end is killed
+        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+    connection.send(_UP)
     while True:
         try:
             case = connection.recv()

@@ -96,6 +96,15 @@ def test_a_result_says_what_made_it(script: Script, monkeypatch: pytest.MonkeyPa
     assert result["command"] == "python -m benchmarks attention attention --name 'all of it'"
 
 
+def test_a_shape_that_nobody_can_be_measured_at_is_an_error(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("none")
+
+    monkeypatch.setattr(load("benchmarks.attention.attention"), "make_problem", no_memory)
+    with pytest.raises(SystemExit, match="a backend of ours dropped out"):
+        script("attention.attention", "--shapes", "tiny256", "--rounds", "1", "--no-bare")
+
+
 @pytest.mark.usefixtures("_flashinfer")
 def test_plans_are_timed_eager_and_for_graphs(script: Script) -> None:
     rows = script("host.plan_host_time", "--requests", "2", "--tokens", "64", "--steps", "4")

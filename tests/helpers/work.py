@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,11 @@ def prepare(case: Case) -> Case:
         os._exit(7)
     if case.does == "hangs":
         time.sleep(600)
+    if case.does == "waits to be killed":
+        (case.folder / "pid").write_text(str(os.getpid()))
+    if case.does == "by another":  # what a compiler would be
+        command = f"while ! test -e {case.folder}/done; do printf . >> {case.folder}/counted; sleep 0.005; done"
+        subprocess.run(["sh", "-c", command], check=True)
     if case.does == "raises":
         raise ValueError("no such shape")
     counted, done = case.folder / "counted", case.folder / "done"
@@ -29,11 +36,20 @@ def prepare(case: Case) -> Case:
         time.sleep(0.005)
     while case.does == "watches" and not counted.exists():
         time.sleep(0.005)
+    while case.does == "kills" and not (case.folder / "pid").exists():
+        time.sleep(0.005)
+    while case.does == "waits to be killed" and not done.exists():
+        time.sleep(0.005)
     return case
 
 
 def measure(case: Case) -> dict[str, Any]:
     """What another case has counted meanwhile."""
+    if case.does == "hangs when measured":
+        (case.folder / "pid").write_text(str(os.getpid()))
+        time.sleep(600)
+    if case.does == "kills":
+        os.kill(int((case.folder / "pid").read_text()), signal.SIGKILL)
     counted = case.folder / "counted"
     before = counted.stat().st_size if counted.exists() else 0
     time.sleep(0.1)

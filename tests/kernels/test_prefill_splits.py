@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import replace
 from itertools import product
 from random import Random
 from typing import Any
@@ -232,6 +233,37 @@ def test_what_whole_tiles_take_in_waves() -> None:
     assert min(known) > 0.87
     assert max(known) < 1.22
     assert waves.in_waves_time(load_of([0, 0], [4, 9]), 8, 132, WIDE, 1.0) == 0.0
+
+
+@pytest.mark.parametrize(("blocks", "saved", "is_split"), [
+    (60, 0.07, False), (60, 0.12, True), (150, 0.07, True), (150, 0.06, False), (300, 0.06, True), (300, 0.04, False),
+])  # fmt: skip
+def test_less_of_a_long_time_is_worth_a_split(blocks: int, saved: float, is_split: bool) -> None:
+    """A tenth of up to 100 blocks, and a twentieth of 200 and more. 88 tiles are 264 splits: two rounds of a third."""
+    load, tile = load_of([88], [blocks]), splits.SplitTile(32, 128, 128, of_the_join=0.0)
+    whole, split = (splits.time_of(load, 1, 132, target, tile) for target in (0, 264))
+    tile = tile._replace(of_the_join=(1 - saved) * whole - split)
+    assert splits.split_target(load, 1, 132, tile)[0] == (264 if is_split else 0)
+
+
+def test_keys_come_from_memory_once_a_row_and_from_the_l2_for_its_other_tiles() -> None:
+    tile = splits.SplitTile(32, 128, 128, of_a_read=1.25, of_another=0.5)
+    load = load_of([3, 0, 1], [20, 100, 8])  # a row without queries is not read
+    assert splits.reading_time(load, 4, 16, tile) == (1.25 * (20 + 8) + 0.5 * 2 * 20) * 4 / 16
+    assert splits.busy_time(load, 4, 16, tile._replace(of_a_block=0.5)) == splits.reading_time(load, 4, 16, tile)
+    assert splits.busy_time(load, 4, 16, tile._replace(of_a_block=2.0)) == 2.0 * 68 * 4 / 16
+    for target in (0, 264):
+        timed = load_of([132], [100]), 1, 132, target
+        assert splits.time_of(*timed, tile._replace(of_another=3.0)) > 3 * 99 > 2 * splits.time_of(*timed, tile)
+
+
+def test_reading_counts_over_16_bits_alone() -> None:
+    """As measured there: of 8 bits half as much is read, and more is done to it."""
+    spec = AttentionSpec(8, 2, 128, dtype=torch.bfloat16)
+    usual, half = splits.hopper_tile(spec), splits.hopper_tile(spec, prefill_tiles.half_tile(spec))
+    assert usual.of_a_read == half.of_a_read > usual.of_a_block > usual.of_another > 0
+    over_8_bits = splits.hopper_tile(replace(spec, cache_dtype=torch.float8_e4m3fn))
+    assert over_8_bits.of_a_read == over_8_bits.of_another == 0.0
 
 
 def test_a_long_row_that_is_some_waves_and_a_little_more_takes_another() -> None:

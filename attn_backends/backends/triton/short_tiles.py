@@ -62,13 +62,13 @@ def _of_one_block(spec: AttentionSpec) -> tuple[_OneBlock, ...]:
 def _one_block(
     spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_sms: int, most_programs: float
 ) -> PrefillTile | None:  # fmt: skip
-    """The tile whose block holds all keys that one sees, where it is the fastest; with so many programs of a
-    multiprocessor at most."""
-    longest, seen = int(seq_lens.max(initial=0)), int(seen_by_tiles(spec, seq_lens).max(initial=0))
+    """The tile whose block holds all keys of a row, where it is the fastest; with so many programs of a multiprocessor
+    at most."""
+    longest = int(seq_lens.max(initial=0))
     for tile, programs, _, fewest in _of_one_block(spec):
-        tokens = tile.rows // spec.group_size
-        if fewest <= min(longest, seen + tokens - 1) <= tile.keys:  # a window hides others of each query
-            count = int((-(-query_lens.astype(np.int64) // tokens)).sum()) * spec.num_kv_heads
+        if fewest <= longest <= tile.keys:
+            tiles = -(-query_lens.astype(np.int64) // (tile.rows // spec.group_size))
+            count = int(tiles.sum()) * spec.num_kv_heads
             if count <= min(programs, most_programs) * num_sms:
                 return tile
     return None

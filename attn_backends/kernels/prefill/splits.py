@@ -149,7 +149,7 @@ def reading_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: Spl
     tiles."""
     if not tile.of_a_read:
         return 0.0
-    first, all_read = int(load.blocks.sum()), int(load.tiles @ load.blocks)
+    first, all_read = int(np.minimum(load.tiles, 1) @ load.blocks), int(load.tiles @ load.blocks)
     return (tile.of_a_read * first + tile.of_another * (all_read - first)) * num_kv_heads / num_programs
 
 

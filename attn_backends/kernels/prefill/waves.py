@@ -38,6 +38,7 @@ class _Waves:
 
     def __init__(self, load: TileLoad, num_kv_heads: int, num_programs: int, step: float, tile: SplitTile) -> None:
         order = np.argsort(-load.blocks, kind="stable")
+        order = order[load.tiles[order] > 0]
         tiles, blocks = load.tiles[order], load.blocks[order]
         self._num_kv_heads, self._num_programs = num_kv_heads, num_programs
         self._of_each, self._step, self._tile = num_kv_heads / num_programs, step, tile
@@ -47,7 +48,7 @@ class _Waves:
         self.count = count * self._of_each  # of waves
         self.num_whole = count * num_kv_heads // num_programs * num_programs // num_kv_heads  # tiles of a KV head
         whole = np.clip(self.num_whole - self._before, 0, tiles)
-        used = np.broadcast_to(load.used, tiles.shape)[order]
+        used = np.broadcast_to(load.used, load.tiles.shape)[order]
         self.rest = TileLoad(tiles - whole, blocks, used)
         self.whole_taken = self._taken(whole, blocks - step * np.maximum(whole - 1, 0) / 2)
         self.rest_taken = self._taken(self.rest.tiles, blocks - step * (whole + np.maximum(tiles - whole - 1, 0) / 2))

@@ -11,6 +11,7 @@ import torch
 from attn_backends import AttentionSpec
 
 plans = pytest.importorskip("attn_backends.backends.triton.plans", reason="needs triton")
+faster_tile = pytest.importorskip("attn_backends.kernels.prefill.faster_tile")
 rules = pytest.importorskip("attn_backends.backends.triton.rules")
 splits = pytest.importorskip("attn_backends.kernels.prefill.splits")
 waves = pytest.importorskip("attn_backends.kernels.prefill.waves")
@@ -54,7 +55,8 @@ def test_tiles_that_see_as_many_keys(changes: dict[str, Any]) -> None:
 
 
 def test_a_tile_alone_on_a_multiprocessor_takes_less() -> None:
-    spec, half = layer(num_qo_heads=4, num_kv_heads=1), plans.half_tile(layer())
+    spec = layer(num_qo_heads=4, num_kv_heads=1, head_dim=64)
+    half = plans.half_tile(spec)
     tile = splits.hopper_tile(spec, half)
     of_one, of_many = (
         float(plans._taken(spec, plans.TilePlan(half, None), *[np.full(count, 16 * 64, np.int32)] * 2, 0, DEVICE))
@@ -63,6 +65,12 @@ def test_a_tile_alone_on_a_multiprocessor_takes_less() -> None:
     blocks = 16 * 64 / tile.keys
     assert of_one == pytest.approx(tile.alone * tile.of_a_block * blocks + tile.of_a_tile)
     assert of_many == pytest.approx(tile.of_a_block * blocks + tile.of_a_tile)
+    # Where all are busy, beside decodes, none is alone.
+    lens = np.array([1, 16 * 64], np.int32), np.array([500_000, 16 * 64], np.int32)
+    decodes = rules.decode_time(spec, tile, lens[1][:1], DEVICE)
+    load = faster_tile.mean_load(spec, half, lens[0][1:], lens[1][1:])
+    of_all = plans._taken(spec, plans.TilePlan(half, None), *lens, 1, DEVICE)
+    assert of_all == pytest.approx(decodes + splits.busy_time(load, 1, 264, tile), rel=1e-9)
 
 
 def test_decodes_beside_whole_tiles_count_where_these_leave_no_time() -> None:

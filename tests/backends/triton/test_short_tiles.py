@@ -90,12 +90,11 @@ def test_one_block_holds_all_keys() -> None:
     assert tile(over_8_bits, [10], [31]) == short_tiles.SHORT_TILES[1]
 
 
-def test_a_window_of_each_query_is_no_block_of_a_tile() -> None:
-    """Whose last query sees others."""
-    few, _, longer, *_ = (one.tile for one in short_tiles._ONE_BLOCK)
-    assert tile(layer(128, window_left=24), [8], [4000]) == few  # 25 keys, and 7 more of the last of 8 tokens
-    assert tile(layer(128, window_left=25), [8], [4000]) == longer
-    assert tile(layer(128, window_left=25), [8], [32]) == few
+def test_a_windows_keys_are_no_block_of_a_tile() -> None:
+    """Blocks begin at multiples of their keys: two may hold them."""
+    few, short = short_tiles._ONE_BLOCK[0].tile, short_tiles.SHORT_TILES[1]
+    assert tile(layer(128, window_left=24), [8], [4000]) == short
+    assert tile(layer(128, window_left=24), [8], [32]) == few
 
 
 def test_decodes_go_along_where_all_begin_at_once() -> None:
