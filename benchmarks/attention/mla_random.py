@@ -25,7 +25,7 @@ from benchmarks.attention.mla_draws import BOUNDS, MLADrawn, draw
 from benchmarks.attention.mla_problem import make_forms
 from benchmarks.attention.random_measure import against
 from benchmarks.attention.random_results import Results
-from benchmarks.attention.random_runs import add_options, check_seed
+from benchmarks.attention.random_runs import add_contest_options, add_options, check_seed
 from benchmarks.attention.random_statistics import summary
 from benchmarks.lib.gpu_harness import clean_up, rounds_us
 from benchmarks.lib.harness import RESULTS, print_table
@@ -103,6 +103,7 @@ def report(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, count=100, rounds=9)
+    add_contest_options(parser)
     parser.add_argument("--backend", type=str.upper, default="TRITON_MLA", help="that the report is of")
     arguments = parser.parse_args(given)
     check_seed(parser, arguments.seed)

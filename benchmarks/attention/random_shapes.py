@@ -28,7 +28,7 @@ from benchmarks.attention.random_measure import Prepared, prepare, timed, withou
 from benchmarks.attention.random_plot import draw_files
 from benchmarks.attention.random_report import report_of
 from benchmarks.attention.random_results import Results, merged
-from benchmarks.attention.random_runs import add_options, check_seed
+from benchmarks.attention.random_runs import add_contest_options, add_options, check_seed
 from benchmarks.attention.sampled_problem import pool_for
 from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Bounds, Drawn, drawn
 from benchmarks.lib.gpu_harness import clean_up
@@ -49,6 +49,7 @@ def backends_of(names: Sequence[str]) -> list[str]:
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, count=300, rounds=7)
+    add_contest_options(parser)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--backend", nargs="+", type=str.upper, default=list(USUAL), help="the report is of the first")
     parser.add_argument("--compile", action="store_true", help="let libraries compile by nvcc what is not ready")

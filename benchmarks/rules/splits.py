@@ -1,14 +1,15 @@
 """Chunks behind prefixes by TRITON, with whole tiles and with split keys, beside the best of other libraries' kernels.
 
     python -m benchmarks rules splits --seed S --count N [--kinds chunks mixed …] [--rounds 5] [--minutes M]
+    python -m benchmarks rules splits --ids S/N …
 
 Shapes are drawn as those of `attention random_shapes` are: seeds below 1000 are to tune by. "whole" is the time with no
 key split, "in order" the same with the longest rows first, "G x N" whole ones by a tile of the kernel for Hopper of so
-many groups of warps and keys of a block, and of half the size in order and split too, "portable N" by the portable
+many groups of warps and keys of a block, and of half the size in order and split too, "portable R x N" by the portable
 kernel's tiles for few keys, "split N" that with N splits at most, "decoded" by the decode kernel where rows have few
 tokens, and "rule" the one that TRITON takes; "ratio" is the rule's time over the whole one's, and "vs other" over that
-of the best other kernel. Every way is checked against float64. Kernels are compiled first, by several processes at
-once.
+of the best other kernel. Every way is checked against float64. Several processes make shapes ready, and one at a time
+measures. `--ids 291/48 …` names shapes in place of drawing the first ones of a seed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,10 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,12 +36,12 @@ from attn_backends.kernels.prefill.tiles import half_tile, tiles_of
 from benchmarks.attention.attention import all_made
 from benchmarks.attention.contest import CACHE_DTYPES, Made, checked, our_call, parts_of
 from benchmarks.attention.paged_problem import Problem, make_contender
-from benchmarks.attention.sampled_problem import Pool, pool_for, sampled_problem
-from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Drawn, drawn
-from benchmarks.lib.gpu_harness import PACKAGES, free_memory, installed, rounds_us
+from benchmarks.attention.random_runs import add_options, check_seed
+from benchmarks.attention.sampled_problem import pool_for, sampled_problem
+from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Bounds, Drawn, draw, drawn
+from benchmarks.lib.gpu_harness import PACKAGES, clean_up, installed, rounds_us
 from benchmarks.lib.harness import write
-from benchmarks.lib.processes import processes_to_compile
-from benchmarks.lib.reasons import reason
+from benchmarks.lib.processes import Failed, Row, Work, measured
 
 TITLE = "prefills of random shapes by TRITON, with whole tiles and with keys split, in us"
 TURN_US = 2_500  # of a contender in a round
@@ -109,30 +107,41 @@ def made_of(problem: Problem) -> tuple[Made, Any]:
     return made, ways[RULE]
 
 
-def compile_part(shapes: Sequence[Drawn], until: float, device: str) -> None:
-    """Run each shape once over one copy of memory that holds anything, until a time by `time.time`."""
-    for each in shapes:
-        if time.time() < until:
-            pool = pool_for(each, torch.device(device))
-            problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id, num_copies=1)
-            try:
-                with torch.inference_mode():
-                    made_of(problem)
-            except Exception as error:  # the run itself says so
-                print(f"not compiled ahead: {each.shape.name}: {reason(error)[:100]}", flush=True)
-            del pool, problem
-            free_memory(torch.device(device))
+class Asked(NamedTuple):
+    """What a run was asked for, as its processes know it."""
+
+    rounds: int
+    device: str
+
+    @property
+    def bounds(self) -> Bounds:
+        return ON_CPU if self.device == "cpu" else ON_GPU
+
+
+class Prepared(NamedTuple):
+    each: Drawn
+    ours: Made
+    others: Made
+    metadata: Any  # the rule's
+    dropped: list[str]
 
 
 @torch.inference_mode()
-def measure(each: Drawn, pool: Pool, rounds: int) -> dict[str, Any]:
-    """One shape's row."""
+def prepare(asked: Asked, each: Drawn) -> Prepared:
+    pool = pool_for(each, torch.device(asked.device), 2 * asked.bounds.num_bytes)
     problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id)
     ours, metadata = made_of(problem)
     others, dropped = all_made(problem, (), {}, bare=True)
+    return Prepared(each, ours, others, metadata, dropped)
+
+
+@torch.inference_mode()
+def measure(asked: Asked, prepared: Prepared) -> Row:
+    """One shape's row."""
+    each, ours, others, metadata, dropped = prepared
     errors, wrong = checked(ours | others)
     replays = {name: contender.replay for name, contender in (ours | others).items() if name in errors}
-    taken = rounds_us(replays, rounds, pool.device, {}, TURN_US) if replays else {}
+    taken = rounds_us(replays, asked.rounds, torch.device(asked.device), {}, TURN_US) if replays else {}
     us = {name: (ours | others)[name].us(statistics.median(times)) for name, times in taken.items()}
     best = min((name for name in us if name in others), key=us.__getitem__, default=None)
     splits = metadata.prefill_splits
@@ -166,14 +175,34 @@ def geometric(rows: Sequence[dict[str, Any]], name: str) -> float | None:
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, required=True, help="0 to 999 to tune by, 1000 to 1999 to judge by")
-    parser.add_argument("--count", type=int, default=16, help="of shapes")
+    add_options(parser, count=16, rounds=5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["chunks"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no shape is begun")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--json", type=Path, help="the file of results")
-    return parser.parse_args(given)
+    parser.add_argument("--ids", nargs="+", type=numbers_of, default=[], help="of shapes, SEED/NUMBER")
+    arguments = parser.parse_args(given)
+    for seed in {seed for seed, _ in arguments.ids} or {arguments.seed}:
+        check_seed(parser, seed)
+    return arguments
+
+
+def numbers_of(shape_id: str) -> tuple[int, int]:
+    """A seed, and a shape's number.
+
+    Raises:
+        ArgumentTypeError: it is no such pair.
+    """
+    seed, _, number = shape_id.partition("/")
+    if not (seed.isdecimal() and number.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{shape_id!r} is no shape's id: give SEED/NUMBER, 291/48 say")
+    return int(seed), int(number)
+
+
+def shapes_of(arguments: argparse.Namespace, bounds: Bounds) -> list[Drawn]:
+    if arguments.ids:
+        shapes = [draw(*numbers, bounds) for numbers in arguments.ids]
+    else:
+        shapes = list(drawn(arguments.seed, arguments.count, arguments.kinds, bounds))
+    # A CPU's interpreter multiplies no bfloat16.
+    return [replace(each, dtype="fp16") for each in shapes] if arguments.device == "cpu" else shapes
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -189,28 +218,19 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    arguments, started = parse(given), time.time()
+    arguments = parse(given)
     os.environ["FLASHINFER_DISABLE_JIT"] = "1"  # FlashInfer then raises where a module is not ready
-    device = torch.device(arguments.device)
-    bounds = ON_CPU if device.type == "cpu" else ON_GPU
-    shapes = list(drawn(arguments.seed, arguments.count, arguments.kinds, bounds))
-    if device.type == "cpu":  # whose interpreter multiplies no bfloat16
-        shapes = [replace(each, dtype="fp16") for each in shapes]
-    deadline = started + 60 * arguments.minutes
-    if device.type == "cuda":
-        count = min(processes_to_compile(), max(1, len(shapes)))
-        with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-            until = started + 0.5 * (deadline - started)
-            list(pool.map(compile_part, [shapes[i::count] for i in range(count)], [until] * count, ["cuda"] * count))
-        print(f"compiled in {time.time() - started:.0f} s", flush=True)
-    caches, rows = Pool(2 * bounds.num_bytes, device), []
-    for each in shapes:
-        if time.time() > deadline:
-            print(f"out of time: {len(shapes) - len(rows)} shapes are left")
-            break
-        rows.append(measure(each, caches, arguments.rounds))
-        print(line_of(rows[-1]), flush=True)
-        free_memory(device)
+    asked = Asked(arguments.rounds, arguments.device)
+    shapes, rows = shapes_of(arguments, asked.bounds), []
+    work = Work(partial(prepare, asked), partial(measure, asked), partial(clean_up, asked.device))
+    for each, found in measured(shapes, work, arguments.processes, asked.device, arguments.minutes):
+        if isinstance(found, Failed):
+            print(f"{each.id}: {each.shape.name}: {found.why}", flush=True)
+        else:
+            rows.append(found)
+            print(line_of(found), flush=True)
+    if left := len(shapes) - len(rows):
+        print(f"{left} shapes were not measured")
     for name in ("ratio", "vs other"):
         print(f"{name}: geometric mean {geometric(rows, name)}")
     if arguments.json:
