@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from benchmarks.lib.reasons import reason
 
 DRAIN_SECONDS = 0.1  # in which a device ends what processes that stand still have queued
-MOST_SECONDS = 240.0  # for a case: to make it ready, or to measure it
+MOST_SECONDS = 480.0  # for a case: to make it ready, by nvcc too, or to measure it
 MOST_PROCESSES = 14
 _OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")  # of torch, and of CUDA
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG, see prctl(2)
