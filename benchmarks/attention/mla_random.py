@@ -44,15 +44,6 @@ def describe(each: MLADrawn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Asked(NamedTuple):
-    """What a run was asked for, as its processes know it."""
-
-    of: str
-    rounds: int
-    bare: bool
-    device: str
-
-
 class Prepared(NamedTuple):
     each: MLADrawn
     made: Made
@@ -60,23 +51,23 @@ class Prepared(NamedTuple):
 
 
 @torch.inference_mode()
-def prepare(asked: Asked, each: MLADrawn) -> Prepared:
+def prepare(arguments: argparse.Namespace, each: MLADrawn) -> Prepared:
     """The contenders that are right, each captured; and who dropped out why."""
-    device = torch.device(asked.device)
-    made, dropped = all_made(make_forms(each.shape, DTYPE, PAGE_SIZE, device), [asked.of], {}, asked.bare)
+    forms = make_forms(each.shape, DTYPE, PAGE_SIZE, torch.device(arguments.device))
+    made, dropped = all_made(forms, [arguments.backend], {}, arguments.bare)
     return Prepared(each, made, [line.removeprefix(f"{each.shape.name}: ") for line in dropped])
 
 
 @torch.inference_mode()
-def measure(asked: Asked, prepared: Prepared) -> Row:
+def measure(arguments: argparse.Namespace, prepared: Prepared) -> Row:
     each, made, dropped = prepared
     replays = {name: contender.replay for name, contender in made.items()}
-    taken = rounds_us(replays, asked.rounds, torch.device(asked.device), {}, TURN_US) if replays else {}
+    taken = rounds_us(replays, arguments.rounds, torch.device(arguments.device), {}, TURN_US) if replays else {}
     times = {name: [made[name].us(us) for us in each_round] for name, each_round in taken.items()}
     row = describe(each)
     for form, end in FORMS.items():
         of_form = {name.removesuffix(LAYER): us for name, us in times.items() if name.endswith(LAYER) == bool(end)}
-        row |= {f"{form} {column}": value for column, value in against_best(asked.of, of_form).items()}
+        row |= {f"{form} {column}": value for column, value in against_best(arguments.backend, of_form).items()}
     return row | {"dropped": dropped}
 
 
@@ -112,14 +103,14 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(given)
-    asked = Asked(arguments.backend, arguments.rounds, arguments.bare, arguments.device)
+    of, device = arguments.backend, arguments.device
     path = arguments.json or RESULTS / f"mla_random_{arguments.seed}.json"
-    title = f"MLA decodes and layers at shapes drawn at random, {asked.of}'s time over that of the best bare kernel"
-    results = Results(path, arguments.seed, asked.of, asked.device, arguments.again, title)
-    shapes = [draw(arguments.seed, index, BOUNDS[asked.device]) for index in range(arguments.count)]
+    title = f"MLA decodes and layers at shapes drawn at random, {of}'s time over that of the best bare kernel"
+    results = Results(path, arguments.seed, of, device, arguments.again, title)
+    shapes = [draw(arguments.seed, index, BOUNDS[device]) for index in range(arguments.count)]
     waiting = [each for each in shapes if each.id not in results.rows]
-    work = Work(partial(prepare, asked), partial(measure, asked), partial(clean_up, asked.device))
-    for each, found in measured(waiting, work, arguments.processes, asked.device, arguments.minutes):
+    work = Work(partial(prepare, arguments), partial(measure, arguments), partial(clean_up, device))
+    for each, found in measured(waiting, work, arguments.processes, device, arguments.minutes):
         if isinstance(found, Failed):
             row = describe(each) | {f"{form} ratio": None for form in FORMS} | {"dropped": [f"all: {found.why}"]}
         else:

@@ -16,7 +16,7 @@ from benchmarks.attention.contest import CACHE_DTYPES, READ, Made, checked
 from benchmarks.attention.paged_problem import Contender, Problem
 from benchmarks.attention.plain_read import make_read
 from benchmarks.attention.random_statistics import interval, library, paired
-from benchmarks.attention.sampled_problem import Pool, sampled_problem
+from benchmarks.attention.sampled_problem import problem_of
 from benchmarks.attention.shape_draws import READS, Drawn
 from benchmarks.lib.gpu_harness import rounds_us
 from benchmarks.lib.reasons import reason
@@ -67,10 +67,10 @@ class Prepared(NamedTuple):
 
 
 @torch.inference_mode()
-def prepare(each: Drawn, pool: Pool, names: Sequence[str], bare: bool) -> Prepared:
-    """Make and check all contenders of a shape, over caches of the pool."""
+def prepare(names: Sequence[str], bare: bool, device: str, each: Drawn) -> Prepared:
+    """Make and check all contenders of a shape."""
     started = time.perf_counter()
-    problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id)
+    problem = problem_of(each, torch.device(device))
     made, dropped = all_made(problem, names, {}, bare, plain=True)
     errors, wrong = checked(made)
     right: Made = {name: made[name] for name in errors}
@@ -81,7 +81,7 @@ def prepare(each: Drawn, pool: Pool, names: Sequence[str], bare: bool) -> Prepar
 
 
 @torch.inference_mode()
-def timed(prepared: Prepared, names: Sequence[str], rounds: int) -> dict[str, Any]:
+def timed(names: Sequence[str], rounds: int, prepared: Prepared) -> dict[str, Any]:
     """The shape's row."""
     started, (each, problem, right, error, dropped, seconds) = time.perf_counter(), prepared
     replays = {name: contender.replay for name, contender in right.items()}

@@ -19,21 +19,18 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from attn_backends.backends.flash_attn.state import PROVIDERS
-from benchmarks.attention.random_measure import Prepared, prepare, timed, without_times
+from benchmarks.attention.random_measure import prepare, timed, without_times
 from benchmarks.attention.random_plot import draw_files
 from benchmarks.attention.random_report import report_of
 from benchmarks.attention.random_results import Results, merged
 from benchmarks.attention.random_runs import add_contest_options, add_options, check_seed
-from benchmarks.attention.sampled_problem import pool_for
-from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Bounds, Drawn, drawn
+from benchmarks.attention.shape_draws import BOUNDS, KINDS, drawn
 from benchmarks.lib.gpu_harness import clean_up
 from benchmarks.lib.harness import RESULTS
-from benchmarks.lib.processes import Failed, Row, Work, measured
+from benchmarks.lib.processes import Failed, Work, measured
 
 USUAL = ("TRITON", "FLASH_ATTN", "FLASHINFER")
 
@@ -80,38 +77,16 @@ def progress(number: int, total: int, row: dict[str, Any]) -> str:
     )
 
 
-class Asked(NamedTuple):
-    """What a run was asked for, as its processes know it."""
-
-    names: tuple[str, ...]
-    rounds: int
-    bare: bool
-    device: str
-
-    @property
-    def bounds(self) -> Bounds:
-        return ON_CPU if self.device == "cpu" else ON_GPU
-
-
-def prepare_alone(asked: Asked, each: Drawn) -> Prepared:
-    """Over memory of its own."""
-    pool = pool_for(each, torch.device(asked.device), 2 * asked.bounds.num_bytes)
-    return prepare(each, pool, asked.names, asked.bare)
-
-
-def measure(asked: Asked, prepared: Prepared) -> Row:
-    return timed(prepared, asked.names, asked.rounds)
-
-
 def run(arguments: argparse.Namespace) -> Path:
     """Measure what is not in the file yet, as long as there is time. Returns the file."""
-    asked = Asked(tuple(backends_of(arguments.backend)), arguments.rounds, arguments.bare, arguments.device)
+    names, device = backends_of(arguments.backend), arguments.device
     path = arguments.json or RESULTS / f"random_{arguments.seed}.json"
-    results = Results(path, arguments.seed, asked.names[0], arguments.device, arguments.again)
-    shapes = list(drawn(arguments.seed, arguments.count, arguments.kinds, asked.bounds))
-    work = Work(partial(prepare_alone, asked), partial(measure, asked), partial(clean_up, asked.device))
+    results = Results(path, arguments.seed, names[0], device, arguments.again)
+    shapes = list(drawn(arguments.seed, arguments.count, arguments.kinds, BOUNDS[device]))
+    making = partial(prepare, names, arguments.bare, device)
+    work = Work(making, partial(timed, names, arguments.rounds), partial(clean_up, device))
     waiting = [each for each in shapes if each.id not in results.rows]
-    for each, found in measured(waiting, work, arguments.processes, asked.device, arguments.minutes):
+    for each, found in measured(waiting, work, arguments.processes, device, arguments.minutes):
         row = without_times(each, found.why) if isinstance(found, Failed) else found
         results.add(row)
         print(progress(len(results.rows), len(shapes), row), flush=True)

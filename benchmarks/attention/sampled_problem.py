@@ -28,7 +28,7 @@ from benchmarks.attention.paged_problem import (
     reference,
     spec_of,
 )
-from benchmarks.attention.shape_draws import LARGEST_PAGE, Drawn
+from benchmarks.attention.shape_draws import BOUNDS, LARGEST_PAGE, Drawn
 
 FILLED = 1 << 26  # elements at a time
 MOST_REQUESTS, MOST_TOKENS, MOST_ELEMENTS = 8, 64, 1 << 24  # that are compared: of a copy, a request; of its keys
@@ -132,14 +132,15 @@ def hash_of(text: str) -> int:
     return random.Random(text).getrandbits(32)
 
 
-def pool_for(each: Drawn, device: torch.device, most_bytes: int | None = None) -> Pool:
-    """Room for a shape in pages of any size: for as many copies as are cold in the L2, up to so many bytes; where none
-    are given for one copy that holds anything, to compile for."""
-    spec = spec_of(each.shape, CACHE_DTYPES[each.dtype])
-    of_one = _slots(each.shape, each.page_size) * _slot_bytes(spec)
-    if most_bytes is None:
-        return Pool(of_one, device, fill=False)
-    return Pool(min(_cold_copies(each.shape, spec, device) * of_one, most_bytes), device)
+def problem_of(each: Drawn, device: torch.device, *, is_cold: bool = True) -> SampledProblem:
+    """A drawn shape's problem over memory of its own: as many copies as are cold in the L2, up to two of the largest
+    shape, or one that holds anything, to compile for."""
+    dtype = CACHE_DTYPES[each.dtype]
+    spec = spec_of(each.shape, dtype)
+    copies = _cold_copies(each.shape, spec, device) if is_cold else 1
+    num_bytes = copies * _slots(each.shape, each.page_size) * _slot_bytes(spec)
+    pool = Pool(min(num_bytes, 2 * BOUNDS[device.type].num_bytes), device, fill=is_cold)
+    return sampled_problem(each.shape, dtype, each.page_size, pool, each.id, None if is_cold else 1)
 
 
 def _slots(shape: Shape, page_size: int) -> int:

@@ -42,6 +42,7 @@ class Bounds(NamedTuple):
 
 ON_GPU = Bounds(512, 131_072, 4 << 30, 5e12)
 ON_CPU = Bounds(6, 150, 24 << 20, 2e8, shortest=4)
+BOUNDS = {"cpu": ON_CPU, "cuda": ON_GPU}  # by the kind of device
 
 
 @dataclass(frozen=True)

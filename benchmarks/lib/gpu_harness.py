@@ -128,13 +128,12 @@ def free_memory(device: torch.device) -> None:
 
 def clean_up(device: str) -> bool:
     """Free memory. Returns whether the device's context is alive."""
-    gc.collect()
-    if device != "cpu":
-        try:
-            free_memory(torch.device(device))
+    try:
+        free_memory(torch.device(device))
+        if device != "cpu":
             torch.cuda.synchronize()
-        except Exception:  # torch.AcceleratorError, or a RuntimeError
-            return False
+    except Exception:  # torch.AcceleratorError, or a RuntimeError
+        return False
     return True
 
 

@@ -34,11 +34,11 @@ from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, hopper_tile, tried_targets
 from attn_backends.kernels.prefill.tiles import half_tile, tiles_of
 from benchmarks.attention.attention import all_made
-from benchmarks.attention.contest import CACHE_DTYPES, Made, checked, our_call, parts_of
+from benchmarks.attention.contest import Made, checked, our_call, parts_of
 from benchmarks.attention.paged_problem import Problem, make_contender
 from benchmarks.attention.random_runs import add_options, check_seed
-from benchmarks.attention.sampled_problem import pool_for, sampled_problem
-from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Bounds, Drawn, draw, drawn
+from benchmarks.attention.sampled_problem import problem_of
+from benchmarks.attention.shape_draws import BOUNDS, KINDS, Drawn, draw, drawn
 from benchmarks.lib.gpu_harness import PACKAGES, clean_up, installed, rounds_us
 from benchmarks.lib.harness import write
 from benchmarks.lib.processes import Failed, Row, Work, measured
@@ -107,17 +107,6 @@ def made_of(problem: Problem) -> tuple[Made, Any]:
     return made, ways[RULE]
 
 
-class Asked(NamedTuple):
-    """What a run was asked for, as its processes know it."""
-
-    rounds: int
-    device: str
-
-    @property
-    def bounds(self) -> Bounds:
-        return ON_CPU if self.device == "cpu" else ON_GPU
-
-
 class Prepared(NamedTuple):
     each: Drawn
     ours: Made
@@ -127,21 +116,20 @@ class Prepared(NamedTuple):
 
 
 @torch.inference_mode()
-def prepare(asked: Asked, each: Drawn) -> Prepared:
-    pool = pool_for(each, torch.device(asked.device), 2 * asked.bounds.num_bytes)
-    problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id)
+def prepare(device: str, each: Drawn) -> Prepared:
+    problem = problem_of(each, torch.device(device))
     ours, metadata = made_of(problem)
     others, dropped = all_made(problem, (), {}, bare=True)
     return Prepared(each, ours, others, metadata, dropped)
 
 
 @torch.inference_mode()
-def measure(asked: Asked, prepared: Prepared) -> Row:
+def measure(arguments: argparse.Namespace, prepared: Prepared) -> Row:
     """One shape's row."""
     each, ours, others, metadata, dropped = prepared
     errors, wrong = checked(ours | others)
     replays = {name: contender.replay for name, contender in (ours | others).items() if name in errors}
-    taken = rounds_us(replays, asked.rounds, torch.device(asked.device), {}, TURN_US) if replays else {}
+    taken = rounds_us(replays, arguments.rounds, torch.device(arguments.device), {}, TURN_US) if replays else {}
     us = {name: (ours | others)[name].us(statistics.median(times)) for name, times in taken.items()}
     best = min((name for name in us if name in others), key=us.__getitem__, default=None)
     splits = metadata.prefill_splits
@@ -196,7 +184,8 @@ def numbers_of(shape_id: str) -> tuple[int, int]:
     return int(seed), int(number)
 
 
-def shapes_of(arguments: argparse.Namespace, bounds: Bounds) -> list[Drawn]:
+def shapes_of(arguments: argparse.Namespace) -> list[Drawn]:
+    bounds = BOUNDS[arguments.device]
     if arguments.ids:
         shapes = [draw(*numbers, bounds) for numbers in arguments.ids]
     else:
@@ -220,10 +209,9 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 def main(given: Sequence[str] | None = None) -> None:
     arguments = parse(given)
     os.environ["FLASHINFER_DISABLE_JIT"] = "1"  # FlashInfer then raises where a module is not ready
-    asked = Asked(arguments.rounds, arguments.device)
-    shapes, rows = shapes_of(arguments, asked.bounds), []
-    work = Work(partial(prepare, asked), partial(measure, asked), partial(clean_up, asked.device))
-    for each, found in measured(shapes, work, arguments.processes, asked.device, arguments.minutes):
+    device, shapes, rows = arguments.device, shapes_of(arguments), []
+    work = Work(partial(prepare, device), partial(measure, arguments), partial(clean_up, device))
+    for each, found in measured(shapes, work, arguments.processes, device, arguments.minutes):
         if isinstance(found, Failed):
             print(f"{each.id}: {each.shape.name}: {found.why}", flush=True)
         else:

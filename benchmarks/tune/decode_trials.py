@@ -29,7 +29,7 @@ from attn_backends.backends.triton.tuning import DecodeTile, decode_tile, goes_b
 from benchmarks.attention.attention import ours
 from benchmarks.attention.contest import CACHE_DTYPES
 from benchmarks.attention.plain_read import make_read
-from benchmarks.attention.sampled_problem import Pool, pool_for, sampled_problem
+from benchmarks.attention.sampled_problem import Pool, problem_of, sampled_problem
 from benchmarks.attention.shape_draws import ON_GPU, TUNING, Drawn, drawn
 from benchmarks.lib.gpu_harness import free_memory, in_turns_us
 from benchmarks.lib.harness import RESULTS, write
@@ -73,14 +73,13 @@ def compile_part(shapes: Sequence[Drawn], until: float) -> None:
     for each in shapes:
         if time.time() > until:
             return
-        pool = pool_for(each, device)
-        problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id, num_copies=1)
+        problem = problem_of(each, device, is_cold=False)
         seen: set[tuple[int, ...]] = set()
         for tile in TRIED:
             if (compiled := (*tile[:4], tile[5])) not in seen:
                 seen.add(compiled)
                 attempt(problem, tile)
-        del pool, problem
+        del problem
         free_memory(device)
 
 

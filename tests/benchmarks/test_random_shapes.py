@@ -260,9 +260,7 @@ class TestRuns:
         first = made("--seed", "1000", "--count", "2")["rows"]
         measured: list[str] = []
         inner = random_shapes.prepare
-        monkeypatch.setattr(
-            random_shapes, "prepare", lambda each, *more: measured.append(each.id) or inner(each, *more)
-        )
+        monkeypatch.setattr(random_shapes, "prepare", lambda *given: measured.append(given[-1].id) or inner(*given))
         both = made("--seed", "1000", "--count", "3")["rows"]
         assert both[:2] == first
         assert measured == ["1000/2"]
@@ -308,7 +306,7 @@ class TestRuns:
         assert "no claim stands on this report" in capsys.readouterr().out
 
     def test_a_shape_that_fails_is_a_row(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(random_measure, "sampled_problem", lambda *_: (_ for _ in ()).throw(MemoryError("none")))
+        monkeypatch.setattr(random_measure, "problem_of", lambda *_: (_ for _ in ()).throw(MemoryError("none")))
         (row,) = made("--seed", "1000", "--count", "1")["rows"]
         assert row["dropped"] == ["all: MemoryError: none"]
         assert row["ratio"] is None

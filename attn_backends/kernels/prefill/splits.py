@@ -200,17 +200,15 @@ def split_target(
         decodes: what the step's decodes take, as times here. They run beside a prefill whose tiles are whole, and
             behind one whose keys are split.
     """
-    read = reading_time(load, num_kv_heads, num_programs, tile)
-    whole = _whole_time(load, num_kv_heads, num_programs, tile)
-    all_busy = max(tile.of_a_block * int(load.tiles @ load.blocks) * num_kv_heads / num_programs, read) + decodes
-    of_whole = max(whole, all_busy)
+    all_busy = busy_time(load, num_kv_heads, num_programs, tile) + decodes
+    of_whole = max(_whole_time(load, num_kv_heads, num_programs, tile), all_busy)
     least_saved = max(_LEAST_SAVED_OF_LONG, _LEAST_SAVED * min(1.0, _LONG / 2 / of_whole)) if of_whole else 0.0
     best, least = 0, (1 - least_saved) * of_whole
     if all_busy + tile.of_the_join >= least:
         return best, 0.0
     targets = tried_targets(num_programs)
     of_each = _num_splits(load, num_kv_heads, np.array(targets), tile.min_blocks)
-    times = _split_times(load, num_kv_heads, num_programs, of_each, tile, read) + serial_time(decodes)
+    times = _split_times(load, num_kv_heads, num_programs, of_each, tile) + serial_time(decodes)
     has_splits = ((of_each > 1) & (load.tiles > 0)).any(1)
     for target, taken, is_split in zip(targets, times.tolist(), has_splits.tolist(), strict=True):
         if is_split and taken <= least:
@@ -254,14 +252,11 @@ def split_time(
     load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64], tile: SplitTile
 ) -> float:
     """What rows take in so many splits each, with their join."""
-    read = reading_time(load, num_kv_heads, num_programs, tile)
-    return float(_split_times(load, num_kv_heads, num_programs, splits[None], tile, read)[0])
+    return float(_split_times(load, num_kv_heads, num_programs, splits[None], tile)[0])
 
 
-def _split_times(
-    load: TileLoad, num_kv_heads: int, num_programs: int, splits: Any, tile: SplitTile, read: float
-) -> Any:  # fmt: skip
-    """`split_time` of several [ways, rows] at once. Args: read: see `reading_time`."""
+def _split_times(load: TileLoad, num_kv_heads: int, num_programs: int, splits: Any, tile: SplitTile) -> Any:
+    """`split_time` of several [ways, rows] at once."""
     counts = load.tiles * num_kv_heads * splits
     num_items = counts.sum(1)
     of_a_block = np.where(num_items * tile.beside <= num_programs, tile.alone, 1.0) * tile.of_a_block
@@ -278,6 +273,7 @@ def _split_times(
     begins = rounds * (size * split).sum(1) / np.maximum(split.sum(1), 1)
     longest = np.maximum(longest, begins + np.where((splits == 1) & (counts > 0), size, 0).max(1, initial=0))
     joined = (counts * load.used * (splits > 1)).sum(1) / num_programs
+    read = reading_time(load, num_kv_heads, num_programs, tile)
     return np.maximum(np.maximum(longest, all_busy), read) + tile.of_the_join + tile.of_all_splits * joined
 
 

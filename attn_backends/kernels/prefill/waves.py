@@ -84,7 +84,7 @@ class _Waves:
         return float(np.where((row == 0) & (rounds > 1), in_front + of_longest, in_rounds).max())
 
     def _time(self, blocks: Any) -> Any:
-        return self._tile.of_a_block * np.maximum(blocks, 1.0) + self._tile.of_a_tile
+        return _time_of_tiles(self._tile, blocks)
 
     def whole_time(self) -> float:
         """What all take where none is split: each of the rest behind one of the shortest of those before."""
@@ -148,8 +148,13 @@ def tile_times(load: TileLoad, step: float, tile: SplitTile) -> NDArray[np.float
     """What each tile takes, row by row, of a row the last one first."""
     before = np.cumsum(load.tiles) - load.tiles
     nth = np.arange(int(load.tiles.sum())) - np.repeat(before, load.tiles)
-    blocks: NDArray[np.floating[Any]] = np.maximum(np.repeat(load.blocks, load.tiles) - step * nth, 1.0)
-    return tile.of_a_block * blocks + tile.of_a_tile
+    times: NDArray[np.floating[Any]] = _time_of_tiles(tile, np.repeat(load.blocks, load.tiles) - step * nth)
+    return times
+
+
+def _time_of_tiles(tile: SplitTile, blocks: Any) -> Any:
+    """What tiles of so many blocks take, of which each has one at least."""
+    return tile.of_a_block * np.maximum(blocks, 1.0) + tile.of_a_tile
 
 
 def by_length_time(times: NDArray[np.floating[Any]], num_kv_heads: int, num_programs: int) -> float:
