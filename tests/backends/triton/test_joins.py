@@ -229,7 +229,7 @@ def test_programs_at_the_same_time() -> None:
 
 
 ITEMS = "    while row >= 0:\n"
-LATE = (ITEMS, f"{ITEMS}        for _ in range(tl.where(next_item < end_item, 60000, 0)):\n            row += 0\n")
+LATE = (ITEMS, f"{ITEMS}        for _ in range(tl.where(next_item < end_item, 240000, 0)):\n            row += 0\n")
 UNSEEN = ("if last_info // MAX_SPLITS > JOINED:", "if last_info < 0:"), ("| (has_others == 0)", "| (num_splits > 0)")
 
 
@@ -239,11 +239,8 @@ def test_who_has_other_rows_first_is_waited_for(is_seen: bool, tmp_path: Path) -
     """The first of a long row's splits begins when the others have ended: it waits for nobody, so that they may wait
     for it, and need not leave all to it."""
     kernel = copied_module(decode, tmp_path, LATE, *(() if is_seen else UNSEEN)).decode_kernel
-    spec, wanted = AttentionSpec(2, 1, 32, dtype=torch.float16), (5, 5 if is_seen else 1)
-    found = []
-    while wanted not in found and len(found) < 3:  # where cores are busy the others may begin later still
-        found.append(attend(spec, [40, 40, 40, 900], 3, 0, kernel, warps=4))
-    assert wanted in found, found
+    spec = AttentionSpec(2, 1, 32, dtype=torch.float16)
+    assert attend(spec, [40, 40, 40, 900], 3, 0, kernel, warps=4) == (5, 5 if is_seen else 1)
 
 
 @only_interpreted
