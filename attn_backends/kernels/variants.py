@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any, NamedTuple
@@ -92,18 +92,38 @@ def compile_variants(variants: Iterable[Variant], device: torch.device, progress
     """
     wanted = list(variants)
     pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0))))
-    with torch.cuda.device(device), _one_parser(), pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
-        try:
+    mode = AsyncCompileMode(pool, ignore_errors=True)
+    try:
+        with torch.cuda.device(device), _one_parser(), pool, mode, _cancelled_at_errors(pool, mode):
             begun = [variant.kernel.warmup(*variant.given, grid=(1,), **variant.options) for variant in wanted]
             for done, (variant, kernel) in enumerate(zip(wanted, begun, strict=True), start=1):
                 _load(variant, kernel)
                 if progress is not None:
                     progress(done, len(wanted), variant.name)
-        except BaseException:  # Ctrl-C too: what has not begun need not
-            pool.shutdown(wait=False, cancel_futures=True)
-            for future in filter(Future.cancelled, mode.raw_futures):  # else the mode waits for them forever
-                future.set_running_or_notify_cancel()
-            raise
+    except BaseException:
+        _forget_unmade({variant.kernel for variant in wanted}, mode)
+        raise
+
+
+@contextmanager
+def _cancelled_at_errors(pool: Executor, mode: AsyncCompileMode) -> Iterator[None]:
+    """At an error, or Ctrl-C, what has not begun does not begin."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for future in filter(Future.cancelled, mode.raw_futures):  # else the mode waits for them forever
+            future.set_running_or_notify_cancel()
+        raise
+
+
+def _forget_unmade(kernels: Iterable[Any], mode: AsyncCompileMode) -> None:
+    """Take promises that are not kept from Triton's caches, where a later launch would find them and raise."""
+    unmade = {id(promise) for promise in mode.future_kernels.values() if promise.kernel is None}
+    for kernel in kernels:
+        for made, *_ in kernel.device_caches.values():
+            for key in [key for key, form in made.items() if id(form) in unmade]:
+                del made[key]
 
 
 @contextmanager

@@ -138,6 +138,8 @@ def test_what_has_not_begun_is_not_waited_for(
     running.join(timeout=60)
     assert ended == [stopped], "it still waits"
     assert len(compiled) < len(writes())
+    variants.compile_variants(writes(), CUDA)  # what was not begun is, and nothing is compiled twice
+    assert [hit for _, hit in compiled] == [False] * len(writes())
 
 
 def test_a_list_launches_nothing_and_has_an_end() -> None:
