@@ -230,7 +230,7 @@ DECODE = {
     "FA3, scheduled once": Bare(partial(fa3, scheduled=True), fp8_queries=True, head_dims=FlashAttention3.head_dims),
     "FA2, page 256": Bare(fa2_decode, 256),
     "FA4": Bare(fa4),
-    "XQA": Bare(xqa_decode),
+    "XQA": Bare(xqa_decode, fp8_queries=True),
 }
 PREFILL = {
     "FlashInfer fa2": Bare(partial(flashinfer_prefill, kernel="fa2")),
@@ -240,5 +240,5 @@ PREFILL = {
     "FA3": Bare(partial(fa3, scheduled=False), fp8_queries=True, head_dims=FlashAttention3.head_dims),
     "FA2, page 256": Bare(fa2_prefill, 256),
     "FA4": Bare(fa4),
-    "fmha_v2": Bare(fmha_v2_prefill, fp8_queries=True),
+    "fmha_v2": Bare(fmha_v2_prefill),
 }

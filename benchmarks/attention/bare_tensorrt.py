@@ -21,6 +21,7 @@ def workspace(device: torch.device, owner: str) -> torch.Tensor:
 
 
 def xqa_decode(problem: Problem) -> Call:
+    """Over fp8, queries and weights are rounded to it."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
     common, spec, room = problem.common, problem.spec, workspace(problem.device, "xqa")
@@ -34,16 +35,21 @@ def xqa_decode(problem: Problem) -> Call:
 
 
 def fmha_v2_prefill(problem: Problem) -> Call:
-    """Over keys and values that lie side by side in a page, which is its only way: they are copied so beforehand."""
+    """Over keys and values that lie side by side in a page, which is its only way: they are copied so beforehand.
+
+    Raises:
+        ValueError: over fp8, which hangs on Hopper, as FlashInfer 0.6.12 itself warns.
+    """
     from flashinfer.prefill import trtllm_fmha_v2_prefill
 
     common, spec, room = problem.common, problem.spec, workspace(problem.device, "fmha_v2")
+    if spec.cache_dtype.itemsize == 1:
+        raise ValueError("FlashInfer says that fmha_v2 over fp8 hangs on this GPU")
     starts = torch.cat([common.seq_lens.new_zeros(1), common.seq_lens.cumsum(0, dtype=torch.int32)])
     caches = [torch.stack([*cache], 1) for cache in problem.caches]
-    queries = [query.to(spec.cache_dtype) for query in problem.queries]
     mask = "causal" if spec.window_left < 0 else "sliding_window"
     return lambda i: trtllm_fmha_v2_prefill(
-        (queries[i], caches[i]), "Q_PAGED_KV_NHD", room, common.seq_lens, common.max_query_len, common.max_seq_len,
-        spec.scale, 1.0, common.num_reqs, common.query_start_loc, starts, common.page_table, problem.outputs[i],
-        mask_mode=mask, window_left=spec.window_left,
+        (problem.queries[i], caches[i]), "Q_PAGED_KV_NHD", room, common.seq_lens, common.max_query_len,
+        common.max_seq_len, spec.scale, 1.0, common.num_reqs, common.query_start_loc, starts, common.page_table,
+        problem.outputs[i], mask_mode=mask, window_left=spec.window_left,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from attn_backends.testing.cases.random_layers import KINDS, random_layers
 from attn_backends.testing.harness import Result, assert_matches, assert_step, make_layer, make_layers, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FEATURE_SHAPES = ("small_prefill", "mixed_small", "page_edges_16", "spec_verify", WHOLE_PROMPTS)
 K_SCALE, V_SCALE = 0.37, 1.9  # far apart, so that one used for the other shows
 PREFIX_PAGES = 3
@@ -125,7 +126,7 @@ class Numerics(KitBase):
             self.check(spec, [decodes, prefills, "mixed_small"], page_size=page_size, layout=layout)
 
     @pytest.mark.parametrize("layout", ["NHD", "HND"])
-    @pytest.mark.parametrize("cache_dtype", [*FP8_DTYPES, torch.bfloat16, torch.float64], ids=str)
+    @pytest.mark.parametrize("cache_dtype", [*FP8_DTYPES, *FLOATS], ids=str)
     def test_cache_dtypes(self, cache_dtype: torch.dtype, layout: Layout, dtype: torch.dtype) -> None:
         """A cache in another dtype than the queries, with scales; the reference reads the same rounded values."""
         spec = self.make_spec(dtype=dtype, cache_dtype=cache_dtype)
