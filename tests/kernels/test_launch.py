@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs tr
 pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
 
 STREAM = 7
+GPUS = [torch.device("cuda", number) for number in range(4)]
 
 
 class Kernel:
@@ -162,6 +165,15 @@ def test_kernels_have_their_own() -> None:
     assert [len(kernel.asked) for kernel in kernels] == [1, 1]
 
 
+def test_each_gpu_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton has loaded onto one runs on no other."""
+    kernel = Kernel()
+    for gpu in (0, 1, 0, 1):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor, gpu=gpu: gpu)
+        launching.launch(kernel, 1, (tensor(),), (), (), 4)
+    assert (len(kernel.asked), len(kernel.again)) == (2, 2)
+
+
 def test_what_is_kept_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_forms", launching._Forms())
     monkeypatch.setattr(launching, "_MOST_COMPILED", 3)
@@ -170,3 +182,45 @@ def test_what_is_kept_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         launching.launch(kernel, 1, (tensor(),), (), ((number,),), 4)
     assert len(kernel.asked) == 10
     assert len(launching._forms.found) <= 3
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four, of which the third is the current one, with a capability and multiprocessors by their numbers."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: ((7, 5), (8, 0), (9, 0), (10, 0))[gpu.index])
+    monkeypatch.setattr(launching.machine, "num_multiprocessors", lambda gpu: 100 + gpu.index)
+    monkeypatch.setattr(launching, "_GLUON_TRIED", {launching._TRITON})
+    for name in ("_capability", "_multiprocessors"):
+        monkeypatch.setattr(launching, name, functools.cache(getattr(launching, name).__wrapped__))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_gpu_is_asked_by_its_number_and_without_one_the_current_one() -> None:
+    assert [launching.num_multiprocessors(gpu) for gpu in GPUS] == [100, 101, 102, 103]
+    assert launching.num_multiprocessors(torch.device("cuda")) == 102
+
+
+@pytest.mark.usefixtures("gpus")
+def test_which_gpus_have_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours since Ampere, those for Hopper there alone, and none of AMD's."""
+    assert [launching.runs_kernels(gpu) for gpu in GPUS] == [False, True, True, True]
+    assert [launching.has_hopper_kernels(gpu) for gpu in GPUS] == [False, False, True, False]
+    assert [launching.has_tensor_engine(gpu) for gpu in GPUS] == [False, False, True, True]
+    assert [launching.supports_pdl(gpu) for gpu in GPUS] == [False, False, True, True]
+    monkeypatch.setattr(launching, "is_hip", lambda: True)
+    for ask in (launching.runs_kernels, launching.has_hopper_kernels, launching.has_tensor_engine):
+        assert not any(map(ask, GPUS))
+
+
+def test_a_cpu_runs_no_kernels_but_to_list_them() -> None:
+    cpu = torch.device("cpu")
+    assert not launching.runs_kernels(cpu)
+    assert not launching.supports_pdl(cpu)
+    assert not launching.has_hopper_kernels(cpu)
+    token = launching.LISTING.set(SimpleNamespace(machine=launching.Machine(7, 9, True, True, True)))
+    try:
+        assert launching.runs_kernels(cpu)
+        assert launching.machine_of(cpu) == launching.Machine(7, 9, True, True, True)
+    finally:
+        launching.LISTING.reset(token)

@@ -86,3 +86,16 @@ def test_decodes_beside_whole_tiles_count_where_these_leave_no_time() -> None:
     long = taken(spec, [1, 33], [30_000, 9000], 1)  # one tile is longer than all that is busy
     assert long == pytest.approx(taken(spec, [33], [9000]))
     assert long > 5 * beside > 10
+
+
+def test_decodes_take_as_long_as_their_keys_have_bytes() -> None:
+    """Those that a window leaves, of all KV heads."""
+    tile, lens = splits.SplitTile(32, 128, 128), np.array([9000, 1000], np.int32)
+
+    def decodes(**changes: Any) -> float:
+        return float(rules.decode_time(layer(**changes), tile, lens, DEVICE))
+
+    assert decodes(cache_dtype=torch.float8_e4m3fn) == decodes() / 2
+    assert decodes(num_kv_heads=4) == decodes() / 2
+    assert decodes(window_left=999) == pytest.approx(decodes() / 5)
+    assert rules.decode_time(layer(), tile, lens[:0], DEVICE) == 0.0

@@ -90,6 +90,11 @@ def test_one_block_holds_all_keys() -> None:
     assert tile(over_8_bits, [10], [31]) == short_tiles.SHORT_TILES[1]
 
 
+def test_triton_compiles_powers_of_two() -> None:
+    for each in (*short_tiles.SHORT_TILES, *(one.tile for one in short_tiles._ONE_BLOCK)):
+        assert all(size & (size - 1) == 0 for size in (each.rows, each.keys, each.warps)), each
+
+
 def test_a_windows_keys_are_no_block_of_a_tile() -> None:
     """Blocks begin at multiples of their keys: two may hold them."""
     few, short = short_tiles._ONE_BLOCK[0].tile, short_tiles.SHORT_TILES[1]

@@ -113,6 +113,15 @@ def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any]) -> None
 
 
 @only_interpreted
+@pytest.mark.parametrize("scale", [0.0, -0.3], ids=str)
+def test_a_scale_that_is_not_positive(scale: float) -> None:
+    """The highest logit is not that of the highest product of a query and a key; with 0 all keys weigh as much."""
+    spec = AttentionSpec(4, 2, 32, scale=scale)
+    batch = random_batch(get_backend("TRITON"), spec, [300, 70, 9], [1, 40, 9], page_size=16, poison=float("nan"))
+    assert_matches(run_backend(get_backend("TRITON"), batch), batch, f"scale {scale}")
+
+
+@only_interpreted
 def test_graphs_of_rows_that_see_few_keys_take_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a window hides the others, on Hopper. The builder and the graph agree, whatever lengths the rows have."""
     monkeypatch.setattr(widening, "suits_hopper_kernel", lambda *_: True)

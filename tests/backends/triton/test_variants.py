@@ -275,10 +275,21 @@ def test_builders_say_what_graphs_do(group_size: int, cached: torch.dtype) -> No
                     state.mixed_graph_clone(num_rows, 99).steps[0].metadata,
                     builder.build(0, replace(common, for_graph=True, is_mixed=True, num_tokens=99)),
                 )
-                for name in ("num_decode_rows", "num_upcast_keys", "prefill_splits", "short_tile", "prefill_share"):
+                for name in ("num_decode_rows", "num_decode_row_tokens", "max_decode_len", "num_upcast_keys",
+                             "prefill_splits", "short_tile", "hopper_tile", "prefill_share"):  # fmt: skip
                     assert getattr(said, name) == getattr(done, name), (name, spec, num_rows, query_len, context)
                     assert len({getattr(each, name) for each in both}) == 1, name
-                assert both[0].max_decode_len == both[1].max_decode_len
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_blocks_are_loaded_by_a_tensor_engine_where_there_is_one(machine: Any) -> None:
+    """By descriptors of keys and values, which a kernel for another GPU has none of."""
+    spec = AttentionSpec(8, 2, 128, dtype=torch.float16)
+    with variants.listing(machine):
+        state = triton_state.TritonState(plan_groups({0: spec}), KVCacheSpec(64, 64), Limits(4, 256, 4096), CPU)
+        described = [each.given[:2] != (None, None) for each in state.variants() if each.name == "prefill_kernel"]
+    assert described
+    assert any(described) == machine.has_tensor_engine
 
 
 def test_the_list_is_short() -> None:
