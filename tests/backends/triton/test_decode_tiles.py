@@ -29,7 +29,15 @@ def test_programs_keep_enough_loads_under_way(head_dim: int, num_rows: int) -> N
     made = tile(head_dim, num_rows)
     assert made.keys == 16
     assert made.programs * ((made.stages - 1) // 2) * made.keys * 2 * head_dim * 2 >= 64 << 10
-    assert made.warps * made.programs <= 8  # of as many warps as have registers
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+def test_a_multiprocessor_holds_all_programs(head_dim: int, cached: torch.dtype) -> None:
+    """It has registers for eight warps of decode."""
+    for num_rows in (1, 200):
+        made = tile(head_dim, num_rows, cached)
+        assert made.warps * made.programs <= 8
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

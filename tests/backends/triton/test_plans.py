@@ -99,3 +99,14 @@ def test_decodes_take_as_long_as_their_keys_have_bytes() -> None:
     assert decodes(num_kv_heads=4) == decodes() / 2
     assert decodes(window_left=999) == pytest.approx(decodes() / 5)
     assert rules.decode_time(layer(), tile, lens[:0], DEVICE) == 0.0
+
+
+def test_tiles_of_half_the_size_are_in_order_too() -> None:
+    """A long chunk in front of a few tokens, whose last tiles are the longest: by their own lengths they take a fifth
+    less time."""
+    spec = layer(num_qo_heads=8)
+    tile, half = splits.hopper_tile(spec), plans.half_tile(spec)
+    given = np.array([3000, 16], np.int32), np.array([3500, 2016], np.int32), 0, DEVICE
+    found = plans.prefill_plan(spec, tile, None, *given)
+    assert found.tile == half
+    assert found.splits == splits.PrefillSplits(0, splits.hopper_tile(spec, half), by_length=True)

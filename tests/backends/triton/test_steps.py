@@ -68,6 +68,21 @@ def test_graphs_of_mixed_batches_have_room_for_prefills_within_any_limits() -> N
     assert splits.max_split_items == 132 // 8
 
 
+@pytest.mark.parametrize("group_size", [1, 2, 4, 8, 16])
+def test_a_list_of_mixed_rows_has_room_for_all_that_are_not_decoded(group_size: int) -> None:
+    """There are most of rows of one token more than is decoded, each a tile, with one for tokens behind all rows."""
+    spec = AttentionSpec(2 * group_size, 2, 64, dtype=BF16)
+    longest = max(1, 16 // group_size) + 1
+    for num_rows in (1, 7, 100, 300):
+        for num_tokens in (num_rows * longest, num_rows * longest + 9):
+            state = state_of(spec, Limits(num_rows, num_tokens, 1024))
+            state.hold_graph_buffers(num_rows)
+            step = state.mixed_graph_clone(num_rows, num_tokens).steps[0]
+            assert step.metadata.max_decode_len == longest - 1
+            num_tiles = num_rows * -(-longest // step.splits.tile.tokens) + (num_tokens > num_rows * longest)
+            assert len(step.splits.work_items) >= num_tiles + step.splits.max_split_items
+
+
 @pytest.mark.parametrize(("heads", "tokens", "seq_len"), [((192, 8), 3, 29_918), ((284, 4), 16, 1652)], ids=str)
 def test_few_tokens_whose_keys_prefill_splits_have_room(heads: tuple[int, int], tokens: int, seq_len: int) -> None:
     """Within limits of so few tokens that the decode kernel could serve them, where prefill's is the faster one."""
