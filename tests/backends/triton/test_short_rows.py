@@ -254,6 +254,14 @@ def test_programs_of_four_warps_have_none(cached: torch.dtype) -> None:
         assert (max(schedule.short_blocks(spec, tuning.DecodeTile(32, warps, 6, 1, 128), plan)) > 0) == has_some
 
 
+def test_heads_that_are_too_wide_have_none() -> None:
+    """A thread has no room for 16 keys of them, nor for a part of so many."""
+    for head_dim, has_some in ((256, True), (512, True), (1024, False)):
+        spec = AttentionSpec(8, 8, head_dim, dtype=torch.bfloat16)
+        blocks = schedule.short_blocks(spec, tuning.DecodeTile(16, 2, 6, 4, 128), schedule.SplitPlan.of(spec, 1))
+        assert min(blocks) >= 16 if has_some else blocks == (0, 0, 0)
+
+
 @only_interpreted
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
