@@ -105,7 +105,7 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
     """The tile of few queries.
 
     A block of 16 keys is one page's, whose id is one number, and a program of one warp waits for no other: four to
-    eight of them keep loads of 64 KiB and more under way. Wide keys are too much for one warp. Over 8 bits blocks are
+    eight of them keep loads of about 64 KiB under way. Wide keys are too much for one warp. Over 8 bits blocks are
     longer, and where there are few pairs of a row and a KV head, of more warps. From trials at random shapes on an H200
     (`benchmarks/tune/decode_trials.py`), of wide keys on an H100 too; `benchmarks/attention/random_shapes.py` judges it
     at others.
