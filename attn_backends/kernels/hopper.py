@@ -165,20 +165,21 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):  # type: ignore[no-unty
 
 
 @gluon.jit
-def clear_rows(block, num_live):  # type: ignore[no-untyped-def]
-    """Zeros for rows from `num_live` on of a block [rows, columns] in shared memory. What lies behind the last key may
-    be NaN, which no weight of zero undoes."""
+def clear_rows(block, begin, end):  # type: ignore[no-untyped-def]
+    """Zeros for rows `begin` to `end` of a block [rows, columns] in shared memory. What lies behind the last key, or in
+    front of the first that is seen, may be NaN, which no weight of zero undoes."""
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     STEP: gl.constexpr = 16
     WIDTH: gl.constexpr = block.shape[1]
     for i in gl.static_range(block.shape[0] // STEP):
         part = block.slice(i * STEP, STEP)
-        if num_live <= i * STEP:
+        if (begin <= i * STEP) & (end >= (i + 1) * STEP):
             part.store(gl.zeros([STEP, WIDTH], block.dtype, COALESCED))
-        elif num_live < (i + 1) * STEP:
-            live = i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, COALESCED)) < num_live
+        elif (begin < (i + 1) * STEP) & (end > i * STEP):
+            row = i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, COALESCED))
+            is_live = (row < begin) | (row >= end)
             held = part.load(COALESCED)
-            part.store(gl.where(live[:, None], held, gl.zeros_like(held)))
+            part.store(gl.where(is_live[:, None], held, gl.zeros_like(held)))
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     start,  # the first key, a multiple of BLOCK_N
     stop,  # the end of the keys; the last block reads beyond it where `num_keys` lies there
     num_keys,  # of the row: nothing is a key from there on
+    first_seen,  # keys in front of it are seen by no query; or None, as where not MASKED: there are no such
     positions,  # [BLOCK_M] i32, of the queries
     slopes,  # [BLOCK_M] f32, of ALiBi
     key,  # pointer to the KV head's first element
@@ -54,8 +55,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
     """Attend to keys `start` to `stop`, in blocks of BLOCK_N.
 
     `kv_tma` has descriptors of keys and of values for blocks of BLOCK_N (see `kv_descriptors`), the row of the
-    first key in pages or of all, and the first column of both. What lies behind the last key may be NaN, which a mask
-    keeps out and a descriptor does not.
+    first key in pages or of all, and the first column of both. What lies behind the last key, or in front of the first
+    that is seen, may be NaN, which a mask keeps out and a descriptor does not.
 
     SCALE_FIRST is for logits with something between the scale and the comparison, or a scale that is not positive. It
     saves a multiplication a key not to.
@@ -86,6 +87,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
     for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         keys = first + lane
         live = keys < num_keys
+        if first_seen is not None:
+            live = live & (keys >= first_seen)
         key_move, value_move = 0, 0
         if kv_tma is not None:
             at_row = kv_tma[2] + first

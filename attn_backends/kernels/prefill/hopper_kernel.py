@@ -809,12 +809,9 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
     l_i = lane_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS))
     if num_blocks > 0:
-        if last + BLOCK_N > seq_len:  # both groups write the same
+        if last + BLOCK_N > seq_len:
             mbarrier.wait(full[1].index(done % V_STAGES), done // V_STAGES & 1)
-            for i in gl.static_range(num_accs(DIM_VO)):
-                clear_rows(_values_of(values, done % V_STAGES, i, BLOCK_N, DIM_VO), seq_len - last)
-            fence_async_shared()
-            barrier()
+            _clear_values(values, done % V_STAGES, seq_len - last, BLOCK_N, BLOCK_N, DIM_VO)
         BOTH: gl.constexpr = BEHIND + BEFORE
         FIRST: gl.constexpr = BOTH if LOCAL else BEHIND  # of a split it may be any
         NEWEST: gl.constexpr = BOTH if LOCAL == 1 or CHUNK < FAR else BEHIND
@@ -838,6 +835,10 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         p, acc, m_i, l_i = state
         stage, phase = (done + num_blocks - 1) % V_STAGES, (done + num_blocks - 1) // V_STAGES & 1
         mbarrier.wait(full[1].index(stage), phase)
+        if LOCAL:
+            unseen = first_key(seq_len - query_len + first, window_left, CHUNK) - start
+            if unseen > 0:
+                _clear_values(values, stage, 0, unseen, BLOCK_N, DIM_VO)
         acc = _add_values(_operands(p, values.dtype, acc, DIM_VO), values, stage, acc, BLOCK_N, DIM_VO)
         acc = _wait_for_values(acc, DIM_VO)
         barrier()
@@ -859,6 +860,18 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         _write_tile(tile_info, q_stage, acc, m_i, l_i, tensors, strides, scales, flags, q, warp_group, GROUP, BLOCK_Q,
                     DIM, DIM_VO, Q_STAGES)  # fmt: skip
     return next_tile_info
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _clear_values(  # type: ignore[no-untyped-def]
+    values, stage, begin, end, BLOCK_N: gl.constexpr, DIM_VO: gl.constexpr
+):
+    """Zeros for values of keys `begin` to `end` of a block, which no query of the tile sees. All warp groups write the
+    same."""
+    for i in gl.static_range(num_accs(DIM_VO)):
+        clear_rows(_values_of(values, stage, i, BLOCK_N, DIM_VO), begin, end)
+    fence_async_shared()
+    barrier()
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -151,13 +151,14 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         if LOCAL:
             newest = tl.minimum(oldest + BLOCK_Q, seq_len) - 1
             seen_from, seen = seen_by_all(oldest, newest, seq_len, window_right, window_left, chunk)
+            first_seen = first_key(oldest, window_left, chunk)
             local = begin
             start = (seen_from + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             local_end = start
             if SPLIT:
                 local_end = tl.minimum(start, end)
             acc, m_i, l_i = attend_keys(
-                queries, q_scale, acc, m_i, l_i, local, local_end, seq_len, positions, slope, key, value, pages, None,
+                queries, q_scale, acc, m_i, l_i, local, local_end, seq_len, first_seen, positions, slope, key, value, pages, None,
                 scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
                 True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, 1, EXACT,
             )  # fmt: skip
@@ -166,14 +167,14 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             start = tl.maximum(start, begin)
             whole = tl.maximum(tl.minimum(whole, end), start)
         acc, m_i, l_i = attend_keys(
-            queries, q_scale, acc, m_i, l_i, start, whole, seq_len, positions, slope, key, value, pages, kv_tma,
+            queries, q_scale, acc, m_i, l_i, start, whole, seq_len, None, positions, slope, key, value, pages, kv_tma,
             scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
             False, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
         # The first block's values come with its keys: there may be no other.
         MASKED_STAGES: tl.constexpr = 2 if STAGES > 2 else STAGES
         acc, m_i, l_i = attend_keys(
-            queries, q_scale, acc, m_i, l_i, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
+            queries, q_scale, acc, m_i, l_i, whole, stop, seq_len, None, positions, slope, key, value, pages, None, scale,
             soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
             True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, MASKED_STAGES, EXACT,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from attn_backends.batch.common import SequenceData
 from attn_backends.cache.kv_cache import CacheGeometry, KVCache, allocate_kv_cache
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout, MLASpec, new_kv_shapes
 from attn_backends.testing.cases.batches import Batch, MLABatch, Row, as_bits
+from attn_backends.testing.reference import sees
 
 SPARE_PAGES = 3  # pages that no request owns; page 0 is one of them, as tables are padded with zeros
 
@@ -97,6 +98,18 @@ def with_pool(batch: Batch, backend: CacheGeometry, poison: float = 7.0) -> Batc
     for row in batch.rows:
         batch.store(pool, row, 0, row.num_cached)
     return replace(batch, pool=pool)
+
+
+def with_freed_pages(batch: Batch) -> Batch:
+    """The batch after an engine has freed the pages that no query sees, which a window or chunks hide: page 0, which is
+    no request's, stands in their place."""
+    rows = []
+    for row in batch.rows:
+        oldest = int(sees(batch.spec, row.data.context_len, torch.arange(row.data.seq_len)).nonzero()[0])
+        num_freed = oldest // batch.cache.page_size
+        pages = [0] * num_freed + list(row.data.pages or ())[num_freed:]
+        rows.append(replace(row, data=replace(row.data, pages=pages)))
+    return replace(batch, rows=tuple(rows))
 
 
 def fill_pool(pool: KVCache, value: float) -> None:

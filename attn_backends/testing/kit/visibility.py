@@ -6,6 +6,7 @@ one key: 0 where the key is hidden, 1 / n where it is one of n. A tolerance cann
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -14,9 +15,9 @@ import torch
 
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.cases import BatchShape, WindowCase, load_cases
-from attn_backends.testing.cases.features import ENCODER, feature
-from attn_backends.testing.cases.random_batch import with_pool
-from attn_backends.testing.harness import make_layer
+from attn_backends.testing.cases.features import ENCODER, Feature, feature
+from attn_backends.testing.cases.random_batch import with_freed_pages, with_pool
+from attn_backends.testing.harness import assert_matches, make_layer, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 from attn_backends.testing.reference import sees
 
@@ -91,6 +92,18 @@ class Visibility(KitBase):
             lengths = tuple(max(1, chunk_size * k + n) for k in (1, 2) for n in (-1, 0, 1))
             self.check_visible(spec, BatchShape(seq_lens=lengths, query_lens=(1,) * len(lengths)))
             self.check_visible(spec, BatchShape(seq_lens=lengths, query_lens=tuple(min(n, 9) for n in lengths)))
+
+    @pytest.mark.parametrize("name", ["window_15", "window_47", "chunks"])
+    def test_freed_pages(self, name: str) -> None:
+        """An engine has freed those that no query of the step sees, and its tables have one page of NaN in their
+        place."""
+        asked = Feature(name, ("window",), {"window_left": 47}) if name == "window_47" else feature(name)
+        for _, spec in self.served([asked]):
+            for query_lens in ((1, 1, 1, 1), (4, 2, 3, 4), (1, 1, 20, 35), (60, 20, 17, 33)):
+                batch = self.make_batch(
+                    spec, BatchShape(seq_lens=(70, 64, 130, 301), query_lens=query_lens), poison=math.nan
+                )
+                assert_matches(run_backend(self.backend, with_freed_pages(batch)), batch)
 
     @pytest.mark.parametrize("name", ["plain", "non_causal", "non_causal_window"])
     def test_future_keys(self, name: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, get_backend
-from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.cases.random_batch import random_batch, with_freed_pages
 from attn_backends.testing.harness import assert_matches, make_layer
 from tests.helpers.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
 from tests.helpers.mutate import copied_module
@@ -40,7 +40,9 @@ FAULTS = {
                                  "itions, window_left, chunk)", "high)\n        low = positions - window_left"),
     "later queries are seen": ("high = tl.minimum(positions + window_right, stop - 1)\n    logits",
                                "high = stop - 1 + positions * 0\n    logits"),
-    "all keys are of the first page": ("tl.load(pages + there // PAGE_SIZE)", "tl.load(pages + there * 0)"),
+    "all keys are of the first page": ("tl.load(pages + at // PAGE_SIZE)", "tl.load(pages + at * 0)"),
+    "keys before a window are read": ("there = tl.maximum(there, first_key(", "there = tl.maximum(there, 0 * first_key("),
+    "keys before a window are of listed pages": ("tl.maximum(there, keys) - start if LOCAL", "keys - start if LOCAL"),
     "listed pages are the first one": ("page = tl.where(nth >= i, page_ids[i], page)", "page = page + 0"),
     "a window begins with its page": ("first = start % PAGE_SIZE if ANYWHERE else 0", "first = 0"),
     "values lie as keys do": ("    if ALIKE:\n        value_page, value_slot = key_page",
@@ -109,9 +111,14 @@ def check(
     spec: AttentionSpec, seq_lens: list[int], query_lens: list[int], place: str = PLACES[0], unlike: bool = False,
     **more: Any,
 ) -> None:  # fmt: skip
-    """Args: unlike: all but the last columns of queries are a million times as small, and rows of unlike sizes."""
+    """Pages that no query sees are freed.
+
+    Args:
+        unlike: all but the last columns of queries are a million times as small, and rows of unlike sizes.
+    """
     device = "cpu" if INTERPRETED else "cuda"
     batch = random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, poison=float("nan"), device=device, **more)
+    batch = with_freed_pages(batch)
     for i, row in enumerate(batch.rows if unlike else ()):
         row.query.mul_((1e-3, 8.0, 1e-25)[i % 3])
         row.query[..., :-8] *= 1e-6

@@ -59,7 +59,7 @@ MORE = (  # of the same, which `make test-kernels` runs
     "page_sizes and 256",
 )
 SMALL = f"not ({' or '.join(f'({cases})' for cases in LEFT_OUT)})"
-CORE = f"(matches or features or replays or nan or verify) and not ({' or '.join(f'({cases})' for cases in MORE)})"
+CORE = f"(matches or features or replays or nan or verify or freed) and not ({' or '.join(f'({cases})' for cases in MORE)})"
 
 
 @in_own_process

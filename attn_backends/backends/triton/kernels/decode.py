@@ -161,7 +161,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             want_lse, query_token, query_head, key_page, key_slot, values_page, values_slot, out_token, out_head,
             lse_token, start, stop, first_slot, split_info, seq_len, first_token, query_len, next_item, end_item,
             has_others, head, tile, SOFT_CAP, ALIBI, SCALE_FIRST, ALIKE, PAIRS, PAGE_SIZE, KV_HEADS, GROUP, TILES,
-            BLOCK_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, MASKED, STAGES, MASKED_STAGES, EXACT, USED_M,
+            BLOCK_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, LOCAL, MASKED, STAGES, MASKED_STAGES, EXACT, USED_M,
             JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE, NARROW, THREADS, PDL,
         )  # fmt: skip
         row, start, stop, first_slot, split_info, seq_len, first_token, query_len = _load_item(
@@ -181,7 +181,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     query_len, next_item, end_item, has_others, head, tile, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, PAIRS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr,
+    DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, LOCAL: tl.constexpr,
     MASKED: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr, EXACT: tl.constexpr,
     USED_M: tl.constexpr, JOINED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, JOIN_SIZE: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
@@ -204,12 +204,14 @@ def _attend_item(  # type: ignore[no-untyped-def]
     q_head = head * GROUP + lane % GROUP
     live = token < query_len
     positions = seq_len - query_len + token
+    first_seen = first_key(seq_len - query_len, window_left, chunk) if LOCAL else None
     dims = tl.arange(0, BLOCK_DIM)[None]
     q_at = _query_rows(query, lane, head, first_token, query_token, query_head, GROUP) + dims
     # Volatile, so that they are asked for before what follows waits for page ids.
     queries = tl.load(q_at, mask=live[:, None] & (dims < DIM), other=0.0, volatile=True)
     if PDL:  # a GPU on which it is faster; the loop below asks for keys once it has the queries
-        prefetch_keys(key, value, pages, start, stop, key_page, key_slot, value_page, value_slot, PAGE_SIZE,
+        first = tl.maximum(start, first_seen) if LOCAL else start
+        prefetch_keys(key, value, pages, first, stop, key_page, key_slot, value_page, value_slot, PAGE_SIZE,
                       _PREFETCHED_KEYS, DIM, DIM_VO // (1 + PAIRS), BLOCK_DIM,
                       BLOCK_DIM_VO // (1 + PAIRS))  # fmt: skip
     q_scale = None
@@ -224,12 +226,12 @@ def _attend_item(  # type: ignore[no-untyped-def]
         whole = tl.minimum(stop, seq_len - query_len + 1 + window_right)
         masked = tl.maximum(whole // BLOCK_N * BLOCK_N, start)
         acc, m_i, l_i = attend_keys(
-            queries, q_scale, acc, m_i, l_i, start, masked, seq_len, positions, slope, key, value, pages, None,
+            queries, q_scale, acc, m_i, l_i, start, masked, seq_len, None, positions, slope, key, value, pages, None,
             scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
             False, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
     acc, m_i, l_i = attend_keys(
-        queries, q_scale, acc, m_i, l_i, masked, stop, seq_len, positions, slope, key, value, pages, None, scale,
+        queries, q_scale, acc, m_i, l_i, masked, stop, seq_len, first_seen, positions, slope, key, value, pages, None, scale,
         soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
         True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, MASKED_STAGES, EXACT,
     )  # fmt: skip
@@ -378,17 +380,20 @@ def _at_once(  # type: ignore[no-untyped-def]
     token = lane // GROUP
     keys = start + tl.arange(0, BLOCK_N)
     there = tl.minimum(keys, stop - 1)  # no query sees what is read twice: for finite values as good as a mask
-    there = there.to(tl.uint32)  # which is divided by fewer instructions
+    if LOCAL:
+        there = tl.maximum(there, first_key(seq_len - query_len, window_left, chunk))
+    at = there.to(tl.uint32)  # which is divided by fewer instructions
     if LISTED:
         first = start % PAGE_SIZE if ANYWHERE else 0
         MOST_PAGES: tl.constexpr = (BLOCK_N - 1 + (PAGE_SIZE - 16 if ANYWHERE else 0)) // PAGE_SIZE + 1
-        nth = (first + tl.arange(0, BLOCK_N)) // PAGE_SIZE
+        lanes = tl.maximum(there, keys) - start if LOCAL else tl.arange(0, BLOCK_N)
+        nth = (first + lanes) // PAGE_SIZE
         page = nth * 0 + page_ids[0]
         for i in tl.static_range(1, MOST_PAGES):
             page = tl.where(nth >= i, page_ids[i], page)
     else:
-        page = tl.load(pages + there // PAGE_SIZE)
-    page, slot = page.to(tl.int64), (there % PAGE_SIZE).to(tl.int32)
+        page = tl.load(pages + at // PAGE_SIZE)
+    page, slot = page.to(tl.int64), (at % PAGE_SIZE).to(tl.int32)
     k = _load_pieces(key + (page * key_page + slot * key_slot)[:, None], None, 0, DIM, COLUMNS)
     v_rows = value + (page * value_page + slot * value_slot)[:, None]
     v = _load_pieces(v_rows, None, 0, FIRST_VO, COLUMNS_VO)
