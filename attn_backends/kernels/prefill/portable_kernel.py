@@ -158,9 +158,9 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             if SPLIT:
                 local_end = tl.minimum(start, end)
             acc, m_i, l_i = attend_keys(
-                queries, q_scale, acc, m_i, l_i, local, local_end, seq_len, first_seen, positions, slope, key, value, pages, None,
-                scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
-                True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, 1, EXACT,
+                queries, q_scale, acc, m_i, l_i, local, local_end, seq_len, first_seen, positions, slope, key, value,
+                pages, None, scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page,
+                value_slot, True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, 1, EXACT,
             )  # fmt: skip
         whole = tl.maximum(seen // BLOCK_N * BLOCK_N, start)
         if SPLIT:
@@ -174,8 +174,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         # The first block's values come with its keys: there may be no other.
         MASKED_STAGES: tl.constexpr = 2 if STAGES > 2 else STAGES
         acc, m_i, l_i = attend_keys(
-            queries, q_scale, acc, m_i, l_i, whole, stop, seq_len, None, positions, slope, key, value, pages, None, scale,
-            soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
+            queries, q_scale, acc, m_i, l_i, whole, stop, seq_len, None, positions, slope, key, value, pages, None,
+            scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
             True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, MASKED_STAGES, EXACT,
         )  # fmt: skip
         m_i *= logit_scale(scale, SCALE_FIRST)

@@ -41,7 +41,7 @@ FAULTS = {
     "later queries are seen": ("high = tl.minimum(positions + window_right, stop - 1)\n    logits",
                                "high = stop - 1 + positions * 0\n    logits"),
     "all keys are of the first page": ("tl.load(pages + at // PAGE_SIZE)", "tl.load(pages + at * 0)"),
-    "keys before a window are read": ("there = tl.maximum(there, first_key(", "there = tl.maximum(there, 0 * first_key("),
+    "keys before a window are read": ("tl.maximum(there, first_key(", "tl.maximum(there, 0 * first_key("),
     "keys before a window are of listed pages": ("tl.maximum(there, keys) - start if LOCAL", "keys - start if LOCAL"),
     "listed pages are the first one": ("page = tl.where(nth >= i, page_ids[i], page)", "page = page + 0"),
     "a window begins with its page": ("first = start % PAGE_SIZE if ANYWHERE else 0", "first = 0"),

@@ -231,9 +231,9 @@ def _attend_item(  # type: ignore[no-untyped-def]
             False, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
     acc, m_i, l_i = attend_keys(
-        queries, q_scale, acc, m_i, l_i, masked, stop, seq_len, first_seen, positions, slope, key, value, pages, None, scale,
-        soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
-        True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, MASKED_STAGES, EXACT,
+        queries, q_scale, acc, m_i, l_i, masked, stop, seq_len, first_seen, positions, slope, key, value, pages, None,
+        scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot, True,
+        SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, MASKED_STAGES, EXACT,
     )  # fmt: skip
     acc = interleave_columns(acc)
     m_i *= logit_scale(scale, SCALE_FIRST)
