@@ -84,6 +84,7 @@ class AttentionImpl(ABC, Generic[StepT]):
         Raises:
             TypeError: the step is another backend's, or was not given to the state's `begin_forward`.
             ValueError: the step is of other layers, or the tensors are not of this step and layer.
+            RuntimeError: the backend holds one plan a group, and has planned another step of the group since.
             Unsupported: an argument that the backend does not honour.
         """
         if type(kv_cache) is not KVCache and isinstance(kv_cache, torch.Tensor):  # the first is the quicker to ask
@@ -110,6 +111,7 @@ class AttentionImpl(ABC, Generic[StepT]):
                 f"{type(step.metadata).__name__}: build the metadata with its backend's builder, and give it to the "
                 "state's begin_forward before any layer runs"
             )
+        step.check_plan()
         spec, metadata = self.spec, step.metadata
         planned = step.spec if isinstance(step, PlannedStep) else metadata.planned_for
         if planned is not None:

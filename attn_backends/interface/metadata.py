@@ -171,6 +171,10 @@ class AttentionStep(Generic[MetadataT]):
     metadata: MetadataT
     _repeats: RepeatedCalls | None = field(default=None, init=False, compare=False, repr=False)  # None: nothing is
 
+    def check_plan(self) -> None:
+        """Refuse to run once another step was planned in this one's place (`replaced_plan`): asked before anything is
+        written. By default a step keeps what was planned for it."""
+
     def _tensors(self) -> Iterable[torch.Tensor]:
         """All that calls of the step's layers read and write beside the layers' own, where they are repeated."""
         return ()

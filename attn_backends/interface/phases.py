@@ -62,6 +62,12 @@ class PhasedStep(AttentionStep[PhasedMetadata]):
     prefill: AttentionStep[Any] | None
     decode: AttentionStep[Any] | None
 
+    def check_plan(self) -> None:
+        """Both, before either part writes."""
+        for part in (self.prefill, self.decode):
+            if part is not None:
+                part.check_plan()
+
 
 class PhasedMetadataBuilder(AttentionMetadataBuilder[PhasedMetadata]):
     """Both builders, each given its own rows of a batch."""

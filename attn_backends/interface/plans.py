@@ -149,6 +149,15 @@ class Plans(Generic[LayerT]):
         return self.impls[layer].forward(query, key, value, kv_cache, steps[layer], output, lse=lse)
 
 
+def replaced_plan(backend_name: str, group_index: int) -> RuntimeError:
+    """What a step's `check_plan` raises where its group was planned again, and the backend holds one plan a group."""
+    return RuntimeError(
+        f"this step is of an earlier plan of its group ({group_index}), and {backend_name} holds one plan a group: its "
+        "layers would run over the rows of the later one. Run a step's layers before the next plan of the group, or "
+        "give each micro-batch a state of its own"
+    )
+
+
 def plan_all_kinds(
     state: AttentionState[Any],
     builder_cls: type[AttentionMetadataBuilder[MetadataT]],

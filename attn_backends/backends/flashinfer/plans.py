@@ -42,6 +42,7 @@ class Plan:
     split_size: int | None  # see `FlashInferOptions.fixed_split_size`; in pages of this `page_size`
     in_graph: bool  # the wrapper is for a graph: its tensors stay where they are
     is_planned: bool = field(default=False, init=False)
+    number: int = field(default=0, init=False)  # of eager plans so far; a graph's step is of whatever is planned last
 
     @cached_property
     def _shape(self) -> tuple[int, int, int, bool]:
@@ -69,6 +70,7 @@ class Plan:
                 f"{need.int_bytes} bytes, and its workspaces have {held.float_bytes} and {held.int_bytes}: raise "
                 "max_num_requests and max_num_tokens of the limits"
             )
+        self.number += not self.in_graph
         pinned = self.ring.next_host()
         if self.is_planned:
             self._plan_lengths(rows, pinned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from typing import Any, ClassVar, Literal, get_args
@@ -31,7 +31,7 @@ from attn_backends.cache.warm_up import list_cache_writes
 from attn_backends.graphs.inputs import GraphTensors, fill_together
 from attn_backends.interface import AttentionState, GraphState, PlannedStep
 from attn_backends.interface.capabilities import Rejection, Unsupported
-from attn_backends.interface.plans import plan_all_kinds
+from attn_backends.interface.plans import plan_all_kinds, replaced_plan
 from attn_backends.kernels.streams import OneStream
 from attn_backends.kernels.warm_up import compile_listed
 from attn_backends.machine import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
@@ -45,11 +45,26 @@ Kind = Literal["decode", "prefill fa2", "prefill fa3", "ragged fa2", "ragged fa3
 
 @dataclass(frozen=True)
 class FlashInferStep(PlannedStep[FlashInferMetadata]):
-    """A step and its plans; a kind of rows that the step lacks has none."""
+    """A step and its plans, each the one that its wrapper holds; a kind of rows that the step lacks has none."""
 
     decode: Plan | None
     prefill: Plan | None
     prefix: Plan | None
+    _number: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_number", self._plan_number())
+
+    def check_plan(self) -> None:
+        if self._plan_number() != self._number:
+            raise replaced_plan(FlashInferState.backend_name, self.metadata.group_index)
+
+    def _plan_number(self) -> int:
+        """Numbers of plans only grow: their sum is what it was while no wrapper was planned again."""
+        decode, prefill, prefix = self.decode, self.prefill, self.prefix
+        number = 0 if decode is None else decode.number
+        number += 0 if prefill is None else prefill.number
+        return number + (0 if prefix is None else prefix.number)
 
 
 class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
@@ -241,6 +256,8 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
             check_workspace("int_workspace", int_workspace, self.int_workspace_bytes, self.device)
             int_workspace = int_workspace.view(torch.uint8).flatten()
         self.float_workspace, self._int_workspace = float_workspace, int_workspace
+        for plan in self._plans.values():
+            plan.number += 1
         self._plans = {}
 
     @property

@@ -21,6 +21,8 @@ from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 
 POOL_PAGES = 16  # one size for batches that share a builder
 DECODES_AND_PROMPTS = BatchShape(seq_lens=(4, 9, 42, 60), query_lens=(1, 1, 40, 21))  # in parts for every backend
+STEPS_IN_FLIGHT = (("small_decode", "small_decode"), ("mixed_small", "mixed_small"), ("mixed_small", "small_decode"),
+                   (WHOLE_PROMPTS, "page_edges_16"))  # fmt: skip
 
 
 def assert_same_metadata(one: object, other: object, what: str) -> None:
@@ -90,6 +92,26 @@ class Building(KitBase):
             layer = make_layer(self.backend, *batches)
             for batch in batches:
                 assert_matches(layer.forward(batch, layer.begin(batch)), batch, f"{shape} in other pages")
+
+    @pytest.mark.parametrize("pair", STEPS_IN_FLIGHT, ids=str)
+    def test_two_steps_planned_one_after_the_other(self, pair: tuple[BatchShape | str, BatchShape | str]) -> None:
+        """Two micro-batches in flight: the first step's layers run behind the second's plan. They are right, or refused
+        by what was planned, and nothing is written then. The second is right either way."""
+        first, second = (self.make_batch(self.make_spec(), shape, num_pages=POOL_PAGES, seed=seed)
+                         for seed, shape in enumerate(pair))  # fmt: skip
+        layer = make_layer(self.backend, first, second)
+        earlier, later = layer.begin(first), layer.begin(second)
+        pool = first.fresh_pool()
+        before = snapshot(pool)
+        try:
+            result = layer.forward(first, earlier, kv_cache=pool)
+        except RuntimeError as error:
+            if "plan" not in str(error):
+                raise AssertionError(f"an earlier step is refused, and not by its plan: {error}") from error
+            assert not differences(before, snapshot(pool)), "an earlier step is refused, and its keys written before"
+        else:
+            assert_step(result, first, "a step that was planned before another")
+        assert_step(layer.forward(second, later), second, "the step that was planned last")
 
     def test_fast_build_gives_the_same_outputs(self) -> None:
         batch = self.make_batch(self.make_spec(), "mixed_small")

@@ -103,6 +103,7 @@ class MLAPlan:
     ring: HostRing  # pinned buffers of `int_bytes`: nothing in FlashInfer waits for the copy that reads one
     in_graph: bool  # the wrapper has the tensors that a graph reads
     is_planned: bool = field(default=False, init=False)
+    number: int = field(default=0, init=False)  # of eager plans so far; a graph's step is of whatever is planned last
 
     def __call__(self, rows: DecodeRows) -> None:
         """Plan these rows, reading nothing of the device.
@@ -113,6 +114,7 @@ class MLAPlan:
         pages, width = flat_pages(rows.page_table)
         tokens = tokens_of_a_row(rows.query_len, self.spec.num_qo_heads)
         planned = PlannedRows.of(rows, width, tokens)
+        self.number += not self.in_graph
         pinned = self.ring.next_host().view(torch.uint8)
         if self.is_planned:
             self._plan_lengths(planned, pinned, pages)

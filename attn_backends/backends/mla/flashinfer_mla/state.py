@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -17,11 +18,26 @@ from attn_backends.backends.mla.flashinfer_mla.plan import (
     most_works,
 )
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, MLAMetadataBuilder
-from attn_backends.backends.mla.state import MLAState
-from attn_backends.interface.plans import plan_all_kinds
+from attn_backends.backends.mla.state import MLAState, MLAStep
+from attn_backends.interface.plans import plan_all_kinds, replaced_plan
 from attn_backends.machine import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
 from attn_backends.spec import MLASpec
 from attn_backends.step.staging import HostRing
+
+
+@dataclass(frozen=True)
+class FlashInferMLAStep(MLAStep):
+    """A step whose decode rows are planned as the group's wrapper holds it."""
+
+    plan: MLAPlan | None
+    _number: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_number", 0 if self.plan is None else self.plan.number)
+
+    def check_plan(self) -> None:
+        if self.plan is not None and self.plan.number != self._number:
+            raise replaced_plan(FlashInferMLAState.backend_name, self.metadata.group_index)
 
 
 class FlashInferMLAState(MLAState):
@@ -32,6 +48,7 @@ class FlashInferMLAState(MLAState):
     """
 
     backend_name = "FLASHINFER_MLA"
+    step_cls = FlashInferMLAStep
     make_library: ClassVar[Any] = MLALibrary  # another one in tests
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
