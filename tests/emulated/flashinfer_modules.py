@@ -196,7 +196,8 @@ def compiled(
         raise RuntimeError(f"Unsupported data type: kv {kv_dtype} with q {q_dtype} in {kind}")
     if pos_encoding_mode not in ("NONE", "ROPE_LLAMA", "ALIBI"):
         raise KeyError(f"Invalid pos_encoding_mode {pos_encoding_mode}")
-    if pos_encoding_mode != "NONE" and (kind == FA3 or (kind == FA2 and kv_dtype in FP8_DTYPES)):
+    rotates_fp8 = kind == FA2 and pos_encoding_mode == "ROPE_LLAMA" and kv_dtype in FP8_DTYPES
+    if rotates_fp8 or (kind == FA3 and pos_encoding_mode != "NONE"):
         raise RuntimeError(f"Invalid configuration: {pos_encoding_mode} over {kv_dtype} in {kind}")  # IsInvalid()
     if pos_encoding_mode == "ALIBI" and use_logits_soft_cap:
         raise NotImplementedError("ALIBI with a soft cap, which the real one scales twice, is not emulated")

@@ -7,6 +7,7 @@ state.py      workspaces, plans, graph buffers
 impl.py       one layer: write the new keys, run what was planned
 plans.py      one wrapper of FlashInfer and its plans
 graph_schedule.py  the schedule of graphs whose rows are short, in place of FlashInfer's
+kernel_choice.py   which kernels serve a layer, and what options rule out
 library.py    FlashInfer itself: which version, and where versions differ
 workspace.py  how large the workspaces must be
 """

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from attn_backends.backends.flashinfer.impl import FlashInferImpl
+from attn_backends.backends.flashinfer.kernel_choice import reject_options
 from attn_backends.backends.flashinfer.library import FA3_HEAD_DIMS
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, FlashInferMetadataBuilder
+from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.state import FlashInferState
 from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import HALF, Capabilities, CudaGraphSupport, Rejection, reject_other_half
@@ -73,3 +75,11 @@ class FlashInferBackend(AttentionBackend):
             hint = "Choose a backend that honours both: attn-backends list."
             found.append(Rejection("window", "a window without a causal mask", "windows of causal layers", hint))
         return found
+
+    @classmethod
+    def reject_set_up(
+        cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str, options: FlashInferOptions | None
+    ) -> list[Rejection]:
+        """Kernels that options name and that do not serve such a layer, or not here."""
+        found = cls.reject(spec, cache, device)
+        return found or ([] if options is None else reject_options(spec, torch.device(device), options))

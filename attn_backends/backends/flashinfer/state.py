@@ -9,13 +9,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from attn_backends.backends.flashinfer.library import (
-    CUDA_CORE_GROUPS,
-    FA3_HEAD_DIMS,
-    Library,
-    Workspaces,
-    WrapperTensors,
-)
+from attn_backends.backends.flashinfer.kernel_choice import decodes_on_tensor_cores, reject_options, serves_fa3
+from attn_backends.backends.flashinfer.library import Library, Workspaces, WrapperTensors
 from attn_backends.backends.flashinfer.metadata import (
     FlashInferGraphInputs,
     FlashInferMetadata,
@@ -34,8 +29,8 @@ from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.interface.plans import plan_all_kinds, replaced_plan
 from attn_backends.kernels.streams import OneStream
 from attn_backends.kernels.warm_up import compile_listed
-from attn_backends.machine import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
+from attn_backends.machine import Progress, num_multiprocessors, refuse_while_capturing
+from attn_backends.spec import AttentionSpec, PlanGroup
 from attn_backends.step.staging import HostRing
 
 FA3_MIN_QUERY_LEN = 64  # of the average row: below, fa2 packs a KV head's query heads into its tiles and fa3 does not
@@ -170,20 +165,9 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         self.library = self.make_library(num_multiprocessors(self.device))
         self.options = options = self.options or FlashInferOptions()
         self._specs = {group.index: group.spec for group in self.groups}
-        for spec in self._specs.values():
-            if options.prefill_kernels == "fa3" and not self._serves_fa3(spec, True):
-                raise ValueError(
-                    "prefill_kernels is fa3, which needs a Hopper GPU, a 16-bit cache, head_dim 64, 128 or 256, no "
-                    "fixed_split_size, no ALiBi or RoPE inside attention, and a causal layer where there is a window: "
-                    "set it to auto"
-                )
-            if options.tensor_cores == "off" and spec.group_size not in CUDA_CORE_GROUPS:
-                raise ValueError(
-                    f"tensor_cores is off, and decode on CUDA cores is compiled for {sorted(CUDA_CORE_GROUPS)} query "
-                    f"heads a KV head, not for {spec.group_size}: set it to auto"
-                )
-            if options.tensor_cores == "off" and options.fixed_split_size is not None:
-                raise ValueError("fixed_split_size needs tensor cores: set tensor_cores to auto")
+        refused = [each for spec in self._specs.values() for each in reject_options(spec, self.device, options)]
+        if refused:
+            raise ValueError("; ".join(dict.fromkeys(map(str, refused))))
         split, page_size = self.options.fixed_split_size, self.cache.page_size
         needs = [eager_need(s, self.limits, self.library.num_sms, split, page_size) for s in self._specs.values()]
         self.need = reduce(or_, needs)
@@ -308,7 +292,7 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         split = self.options.fixed_split_size
         how = (spec, cache.page_size, self._ring, split, graph is not None)
         if kind == "decode":
-            wrapper = library.decode_wrapper(workspaces, cache, self._tensor_cores(spec), graph)
+            wrapper = library.decode_wrapper(workspaces, cache, decodes_on_tensor_cores(spec, self.options), graph)
             return DecodePlan(library, wrapper, *how)
         if kind.startswith("ragged"):
             split = None if split is None else split * cache.page_size  # its pages are keys
@@ -320,23 +304,10 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         wanted = self.options.prefill_kernels
         if wanted == "auto":
             long = rows.num_tokens >= FA3_MIN_QUERY_LEN * rows.num_rows
-            wanted = "fa3" if long and self._serves_fa3(spec, rows.csr is not None) else "fa2"
+            wanted = "fa3" if long and serves_fa3(spec, self.device, rows.csr is not None, self.options) else "fa2"
         if rows.csr is None:
             return "ragged fa3" if wanted == "fa3" else "ragged fa2"
         return "prefill fa3" if wanted == "fa3" else "prefill fa2"
-
-    def _serves_fa3(self, spec: AttentionSpec, paged: bool) -> bool:
-        plain = spec.causal or spec.window_left < 0  # fa3's window is for causal layers
-        plain = plain and not spec.encodes_positions
-        small_cache = paged and spec.cache_dtype in FP8_DTYPES
-        split = self.options.fixed_split_size is not None
-        return is_hopper(self.device) and spec.head_dim in FA3_HEAD_DIMS and plain and not small_cache and not split
-
-    def _tensor_cores(self, spec: AttentionSpec) -> bool:
-        if self.options.tensor_cores != "auto":
-            return bool(self.options.tensor_cores == "on")
-        on_cuda_cores = spec.group_size == 1 and spec.cache_dtype not in FP8_DTYPES
-        return not on_cuda_cores or self.options.fixed_split_size is not None
 
     def _float_workspace(self, need: Need) -> torch.Tensor:
         given = self.options.workspace_bytes
