@@ -22,6 +22,7 @@ ARGUMENTS = frozenset({
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table", "softmax_scale",
     "causal", "softcap", "window_size_left", "window_size_right", "learnable_sink", "num_splits", "return_lse", "out",
 })  # fmt: skip
+ALIGNMENT = 16  # bytes, of an output's address and outer strides
 TILES = frozenset({64, 80, 96, 112, 128})  # keys of one, by head dim and mask
 
 
@@ -61,6 +62,11 @@ class FlashAttn4(Provider):
         return "FlashAttention 4 lets NaN behind a row's end, in pages as long as its tiles, into its output."
 
     def attend(self, given: Tensors, call: Call, layer: LayerConstants, want_lse: bool) -> torch.Tensor | None:
+        if not is_aligned(given.output):  # it refuses such a one
+            made = given.output.new_empty(given.output.shape)
+            lse = self.attend(given._replace(output=made), call, layer, want_lse)
+            given.output.copy_(made)
+            return lse
         rows = call.rows
         left, right = (None if size < 0 else size for size in layer.window)  # it takes one that is below 0 as it is
         where: dict[str, torch.Tensor | None] = {"seqused_k": rows.seq_lens, "page_table": rows.page_table}
@@ -77,6 +83,12 @@ class FlashAttn4(Provider):
         # A row without keys has an LSE of its sinks.
         lse = with_sinks_above(lse.t(), layer.sinks)
         return lse if layer.sinks is None else empty_idle_rows(rows, given.output, lse)
+
+
+def is_aligned(output: torch.Tensor) -> bool:
+    """Whether an output and all of its rows begin at multiples of so many bytes as the kernels store at once."""
+    words = ALIGNMENT // output.itemsize
+    return output.data_ptr() % ALIGNMENT == 0 and not any(stride % words for stride in output.stride()[:-1])
 
 
 def is_known(version: str) -> bool:

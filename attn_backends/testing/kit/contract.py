@@ -57,8 +57,8 @@ class Contract(KitBase):
 
     @pytest.mark.parametrize("shape", ["small_decode", "mixed_small"])
     def test_tensors_within_wider_ones(self, shape: str) -> None:
-        """Tensors are slices, like those of a fused projection; nothing beside the output is written. Sinks are every
-        second number."""
+        """Tensors are slices, like those of a fused projection; nothing beside the output is written, whose heads lie
+        at any distance. Sinks are every second number."""
         for _, spec in self.served([feature("plain"), feature("sinks")]):
             batch = self.make_batch(spec, shape)
             if batch.sinks is not None:
@@ -68,11 +68,14 @@ class Contract(KitBase):
                 torch.cat([given, given + 9], dim=1)[:, : given.shape[1]]
                 for given in (batch.query, batch.key, batch.value)
             )
-            wide = query.new_full((len(query), 2 * spec.num_qo_heads, spec.head_dim_vo), torch.nan)
-            output = wide[:, : spec.num_qo_heads]
-            layer.impl.forward(query, key, value, pool, layer.begin(batch), output)
-            assert_matches(Result(output, None, pool), batch, "tensors within wider ones")
-            assert bool(wide[:, spec.num_qo_heads :].isnan().all()), "what lies beside the output was written"
+            heads, dim = spec.num_qo_heads, spec.head_dim_vo
+            for wider in ((2 * heads, dim), (heads, dim + 3)):
+                wide = query.new_full((len(query), *wider), torch.nan)
+                output = wide[:, :heads, :dim]
+                layer.impl.forward(query, key, value, pool, layer.begin(batch), output)
+                assert_matches(Result(output, None, pool), batch, f"tensors within wider ones, of {wider}")
+                output.fill_(torch.nan)
+                assert bool(wide.isnan().all()), "what lies beside the output was written"
 
     @pytest.mark.parametrize("shape", [WHOLE_PROMPTS, "mixed_small"])
     @pytest.mark.parametrize("new_dtype", [torch.float32, torch.float64], ids=str)
