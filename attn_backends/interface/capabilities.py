@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -179,6 +179,14 @@ def reject_newer_gpu(device: torch.device | str, newest: int, supported: str, hi
     if capability is None or capability[0] <= newest:
         return []
     return [Rejection("compute_capability", ".".join(map(str, capability)), supported, hint)]
+
+
+def why_not_interpreted(found: Sequence[Rejection], spec: AttentionSpec) -> list[Rejection]:
+    """What is refused where Triton interprets kernels: bfloat16 of queries for a reason of its own."""
+    if spec.dtype is not torch.bfloat16:
+        return list(found)
+    hint = "Triton's interpreter does not multiply bfloat16: load the model in one of these, or unset TRITON_INTERPRET."
+    return [replace(each, hint=hint) if each.code == "dtype" else each for each in found]
 
 
 def reject_early_fp8(spec: AttentionSpec, device: torch.device | str) -> list[Rejection]:

@@ -39,6 +39,8 @@ RELEASES = (
             "A builder's `build` calls `check_batch` first, which refuses batches above the limits and those of other "
             "page sizes, and calls `check_lengths`; `AttentionImpl.forward` refuses pages that are not as its layer's.",
             "Metadata may name the spec that a step is `planned_for`: `AttentionImpl.forward` refuses it to others.",
+            "A step has `check_plan`, which `AttentionImpl.forward` calls before it writes: a backend that holds one "
+            "plan a group raises a `RuntimeError` there for a step of an earlier one. By default nothing is refused.",
         ),
     ),
     ContractRelease(

@@ -84,7 +84,7 @@ class Plans(Generic[LayerT]):
         state: AttentionState[Any] | None = None,
     ) -> dict[LayerT, AttentionStep[Any]]:  # fmt: skip
         """Build and plan a batch for every group: each layer's step. A graph's state fills its buffers here, at capture
-        as at replay.
+        as at replay. Run a step's layers before the next `plan`: backends that hold one plan a group refuse it then.
 
         Args:
             common: the batch; or a function from a spec to its batch, where layers differ in what they attend to.

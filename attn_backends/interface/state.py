@@ -44,6 +44,9 @@ class AttentionState(ABC, Generic[MetadataT]):
         """Plan one group's step. Called once a step and group, before its layers run; the only place that plans.
 
         A state without plans gives the metadata as it is.
+
+        A step is good until the next one of its group: run its layers before, or give each of several micro-batches in
+        flight a state of its own. A backend whose steps live on serves them; one that holds one plan a group refuses.
         """
         return AttentionStep(metadata)
 

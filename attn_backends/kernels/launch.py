@@ -19,6 +19,8 @@ from attn_backends.kernels.driver import PreparedLaunch, prepare_launch
 from attn_backends.machine import is_hip, is_hopper
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+# Dtypes of queries. Triton's interpreter multiplies bfloat16 as if it were integers.
+FLOATS = frozenset({torch.float32, torch.float16} | (set() if INTERPRETED else {torch.bfloat16}))
 ALIGNED = 16  # of which kernels are told that addresses, in bytes, and other numbers are multiples
 _SERVED_SINCE = (8, 0)  # compute capability
 _TENSOR_ENGINE_SINCE = (9, 0)

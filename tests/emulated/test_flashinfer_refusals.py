@@ -271,6 +271,10 @@ def test_what_is_not_emulated_is_refused() -> None:
         planned_prefill(pages, custom_mask=torch.ones(20))
     with pytest.raises(NotImplementedError, match="ALIBI with a soft cap"):
         planned_decode(pages, pos_encoding_mode="ALIBI", logits_soft_cap=30.0)
+    fp8 = Pages([20], [1], cache_dtype=torch.float8_e4m3fn)
+    planned_prefill(fp8, pos_encoding_mode="ALIBI")  # `IsInvalid` leaves out rotations alone
+    with pytest.raises(RuntimeError, match=r"Invalid configuration: ROPE_LLAMA over torch\.float8_e4m3fn in fa2"):
+        planned_prefill(fp8, pos_encoding_mode="ROPE_LLAMA")
     with pytest.raises(KeyError, match="pos_encoding_mode"):
         planned_decode(pages, pos_encoding_mode="ROPE_NEOX")
     with pytest.raises(NotImplementedError, match="kv_cache_sf"):

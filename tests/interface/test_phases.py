@@ -31,8 +31,9 @@ from attn_backends.testing.cases.cases import load_cases
 from attn_backends.testing.cases.features import plain_spec
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.graphs.simulator import GraphSimulator
-from attn_backends.testing.harness import assert_matches, make_layer, run_backend
+from attn_backends.testing.harness import assert_matches, assert_pool, make_layer, run_backend
 from attn_backends.validation import ConfigError
+from tests.helpers import flashinfer_emulated  # noqa: F401 (registers)
 from tests.helpers.fake_backends import fake_backend
 from tests.helpers.tiny_models import save_tiny
 
@@ -249,3 +250,18 @@ def test_each_has_its_own_options() -> None:
     pair, batch = get_backend(PAIR), KVCacheSpec(4)
     impl = pair.get_impl_cls()(LAYER, batch, "cpu", options=options)
     assert (impl.prefill.options, impl.decode.options) == tuple(options)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "pair", ["prefill=FLASHINFER_EMULATED,decode=TORCH", "prefill=TORCH,decode=FLASHINFER_EMULATED"]
+)
+def test_a_step_of_an_earlier_plan_is_refused_as_a_whole(pair: str) -> None:
+    """Neither phase writes its keys, whichever of them was planned again."""
+    backend, spec = get_backend(pair), AttentionSpec(4, 2, 64, dtype=torch.float16)
+    first, second = (random_batch(backend, spec, [40, 17], [1, 9], seed=seed) for seed in (0, 1))
+    layer = make_layer(backend, first, second)
+    earlier, later, pool = layer.begin(first), layer.begin(second), first.fresh_pool()
+    with pytest.raises(RuntimeError, match="of an earlier plan"):
+        layer.forward(first, earlier, kv_cache=pool)
+    assert_pool(pool, first.fresh_pool())
+    assert_matches(layer.forward(second, later), second)

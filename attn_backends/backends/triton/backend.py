@@ -8,11 +8,17 @@ from attn_backends.backends.triton.impl import TritonImpl
 from attn_backends.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
 from attn_backends.backends.triton.state import TritonState
 from attn_backends.interface import AttentionBackend
-from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection, reject_early_fp8
-from attn_backends.kernels.launch import INTERPRETED, untried_triton
+from attn_backends.interface.capabilities import (
+    Capabilities,
+    CudaGraphSupport,
+    Rejection,
+    reject_early_fp8,
+    why_not_interpreted,
+)
+from attn_backends.kernels.launch import FLOATS, INTERPRETED, untried_triton
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
 
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_CACHED = frozenset({torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES})
 _WIDEST_FLOAT32 = 128
 
 
@@ -30,8 +36,8 @@ class TritonBackend(AttentionBackend):
     def capabilities() -> Capabilities:
         return Capabilities(
             devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
-            dtypes=_FLOATS,
-            cache_dtypes=_FLOATS | frozenset(FP8_DTYPES),
+            dtypes=FLOATS,
+            cache_dtypes=_CACHED,
             head_dims=frozenset(range(16, 257, 16)),
             layouts=frozenset({"NHD", "HND"}),
             attention_types=frozenset(AttentionType),
@@ -49,7 +55,10 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
-        return super().reject(spec, cache, device) + reject_early_fp8(spec, device) + _reject_wide_float32(spec, device)
+        found = (
+            super().reject(spec, cache, device) + reject_early_fp8(spec, device) + _reject_wide_float32(spec, device)
+        )
+        return why_not_interpreted(found, spec) if INTERPRETED else found
 
     @classmethod
     def note(cls, device: torch.device | str) -> str:

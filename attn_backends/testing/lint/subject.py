@@ -80,9 +80,8 @@ class Subject:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """The declared floats that can be run here, widest use first."""
-        left_out = torch.bfloat16 if self.is_slow else None  # Triton's interpreter does not multiply it
-        return [dtype for dtype in FLOATS if dtype in self.can.dtypes and dtype is not left_out]
+        """The declared floats, widest use first."""
+        return [dtype for dtype in FLOATS if dtype in self.can.dtypes]
 
     def numbers(self, *what: object) -> Random:
         return Random(" ".join(map(str, (self.seed, *what))))

@@ -17,7 +17,7 @@ from typing import Any
 
 from attn_backends.interface import AttentionBackend
 from attn_backends.testing.verify.campaign import SEEDS_OF_A_RUN, Job, random_blocks
-from attn_backends.testing.verify.declared import NOT_HERE, OF_DECODERS, refusal
+from attn_backends.testing.verify.declared import OF_DECODERS, refusal
 from attn_backends.testing.verify.factors import EAGER, WIDE_GRAPH, Factors, factors, restricted
 from attn_backends.testing.verify.pairs import Pairs, values_in
 from attn_backends.testing.verify.sizes import SIZES
@@ -62,8 +62,7 @@ class Served:
             if found is None:
                 return
             why = min(why or found, found, key=lambda codes: codes.count("+"))
-        if why != NOT_HERE:
-            self.refused.setdefault(why, Pairs(self.factors)).add_pair(*pair)
+        self.refused.setdefault(why, Pairs(self.factors)).add_pair(*pair)
 
     def _try(self, row: Row) -> str | None:
         why = self.refuses(row)

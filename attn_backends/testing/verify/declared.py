@@ -16,11 +16,10 @@ from attn_backends.testing.verify.cases import GRAPH_TOKENS, Case, Episode, case
 from attn_backends.testing.verify.factors import EAGER, GRAPH, LARGEST_HEAD_DIM, MIXED_GRAPH, WIDE_GRAPH
 from attn_backends.testing.verify.layers import Form
 from attn_backends.testing.verify.pairs import Row
-from attn_backends.testing.verify.sizes import Size, interprets_triton
+from attn_backends.testing.verify.sizes import Size
 from attn_backends.testing.verify.values import kind_of
 
 MEANINGLESS = "no such case"  # values that exclude each other in what they mean
-NOT_HERE = "not run here"  # what this machine cannot run, whatever the backend declares
 OF_DECODERS = ("kind", "non_causal")  # factors that layers of other attention types have no value of
 _KV_HEADS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
 _MOST_QO_HEADS = 128
@@ -40,8 +39,6 @@ class NoSuchLayerError(ValueError):
 
 def refusal(backend: Backend, row: Row, device: str) -> str | None:
     """Why no case has these values: codes of `backend.reject`, or one of this module's reasons; None: one has them."""
-    if interprets_triton() and "bfloat16" in (row["dtype"], row["cache_dtype"]):
-        return NOT_HERE
     is_decoder = row["attention_type"] == "decoder"
     if is_decoder != (row.get("kind") is not None) or (not is_decoder and "non_causal" in row):
         return MEANINGLESS

@@ -14,7 +14,7 @@ from attn_backends.interface.capabilities import Capabilities
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout, MLASpec, alibi_slopes
 from attn_backends.testing.cases.models import PublishedModel, published_models
 from attn_backends.testing.harness import Backend
-from attn_backends.testing.verify.sizes import Size, fits, interprets_triton
+from attn_backends.testing.verify.sizes import Size, fits
 
 _FEATURES = ("window", "soft_cap", "alibi", "sinks", "chunks", "non_causal", "scale", "rope")
 _PAGE_SIZES = (1, 8, 16, 32, 64, 128, 256)
@@ -145,8 +145,6 @@ def _heads(model: PublishedModel, can: Capabilities, numbers: Random, size: Size
 def _dtypes(can: Capabilities, numbers: Random) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of queries, mostly 16 bits, and of the cache, which is the same in half of the draws."""
     declared = sorted(can.dtypes, key=str)
-    if interprets_triton():  # it multiplies no bfloat16
-        declared = [dtype for dtype in declared if dtype is not torch.bfloat16] or declared
     halves = [dtype for dtype in declared if dtype.itemsize == 2]
     dtype = numbers.choice(halves if halves and numbers.random() < 0.75 else declared)
     if numbers.random() < 0.5 and dtype in can.cache_dtypes:

@@ -452,3 +452,16 @@ def test_what_sinks_leave_is_rounded_once(name: str) -> None:
     else:
         layer.impl._finish(got, lse / math.log(2), layer.begin(batch).metadata, want_lse=False)
     assert float((got == (output * factor).bfloat16()).float().mean()) > 0.99
+
+
+@pytest.mark.parametrize("wider", [67, 72, 128])
+@pytest.mark.parametrize("name", ["FLASH_ATTN_FLASH_ATTN_4_EMULATED", "FLASH_ATTN_VLLM_FA3_EMULATED"])
+def test_outputs_whose_rows_are_not_aligned(name: str, wider: int) -> None:
+    """FlashAttention 4 stores 16 bytes at once, and asks for outputs that lie so: others come back by a copy."""
+    batch = random_batch(get_backend(name), SPEC, [40, 17, 30], [1, 1, 9])
+    layer, around = make_layer(get_backend(name), batch), batch.query.new_full((11, 4, wider + 1), math.nan)
+    for first in (0, 1):
+        output = around[..., first : first + 64]
+        layer.impl.forward(batch.query, batch.key, batch.value, batch.fresh_pool(), layer.begin(batch), output)
+        assert_matches(Result(output, None, None), batch, f"rows of {wider + 1}, from {first} on")
+        assert bool(output.fill_(math.nan).isnan().all() and around.isnan().all())

@@ -13,7 +13,7 @@ from attn_backends.backends.flashinfer.backend import FlashInferBackend
 from attn_backends.backends.flashinfer.plans import Plan
 from attn_backends.registry import get_backend
 from attn_backends.registry.table import BUILT_IN, BackendImportError
-from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec, alibi_slopes
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, MLASpec, alibi_slopes
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, assert_pool, output_error, run_backend
 from tests.helpers.flashinfer_emulated import EmulatedFlashInfer
@@ -131,3 +131,13 @@ def test_slopes_of_the_paper_are_served(num_heads: int) -> None:
         assert not EmulatedFlashInfer.reject(layer, CACHE, "cpu")
         batch = random_batch(EmulatedFlashInfer, layer, [1, 90, 61, 200], [1, 1, 5, 20])
         assert_matches(run_backend(EmulatedFlashInfer, batch, want_lse=True), batch, f"{num_heads} heads, {window}")
+
+
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_slopes_over_fp8_caches(num_kv_heads: int, cache_dtype: torch.dtype) -> None:
+    """FlashInfer's `IsInvalid` (attention/prefill.cuh) leaves out rotations over a byte a number, and no slopes."""
+    spec = replace(PAPER, num_kv_heads=num_kv_heads, cache_dtype=cache_dtype)
+    assert not EmulatedFlashInfer.reject(spec, CACHE, "cpu")
+    batch = random_batch(EmulatedFlashInfer, spec, [1, 90, 61, 200], [1, 1, 5, 20], k_scale=0.5, v_scale=2.0)
+    assert_matches(run_backend(EmulatedFlashInfer, batch, want_lse=True), batch)

@@ -27,7 +27,8 @@ from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import feature
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import BackendConformance
-from attn_backends.testing.harness import assert_matches, make_layer, output_error, padded
+from attn_backends.testing.guards.snapshot import differences, snapshot
+from attn_backends.testing.harness import assert_matches, make_layer, make_layers, output_error, padded
 from attn_backends.testing.kit.base import KitBase
 from attn_backends.testing.kit.logits import LEVELS
 from tests.emulated import flashinfer
@@ -168,7 +169,7 @@ def test_kernels_are_chosen_before_traffic(
     changes: dict[str, Any], is_hopper: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan chooses, and loads or compiles, kernels when it is made: random steps make none."""
-    monkeypatch.setattr("attn_backends.backends.flashinfer.state.is_hopper", lambda device: is_hopper)
+    monkeypatch.setattr("attn_backends.backends.flashinfer.kernel_choice.is_hopper", lambda device: is_hopper)
     spec, numbers = replace(SPEC, **changes), Random(str(changes))
     given = state(Limits(max_num_requests=16, max_num_tokens=400, max_model_len=500), plan_groups({0: spec}))
     told: list[tuple[int, int]] = []
@@ -240,14 +241,77 @@ def test_every_choice_of_kernels_is_right(options: dict[str, Any]) -> None:
         assert_matches(type("R", (), {"output": out, "lse": None})(), given, str(options))  # type: ignore[arg-type]
 
 
+def test_a_step_is_of_one_plan_of_its_rows() -> None:
+    """Decodes and prefills have plans of their own, so do groups; views of a step may be planned side by side."""
+    given, other = batch(40, 17, 50, query_lens=(1, 1, 9)), batch(30, 17)
+    layer, beside = make_layers(EmulatedFlashInfer, [given, batch(30, 17, window_left=5)], other)
+    metadata = layer.builder.build(0, given.common())
+    decodes, prefills = (
+        layer.state.begin_forward(view) for view in (metadata.decode_metadata, metadata.prefill_metadata)
+    )
+    beside.begin(batch(30, 17, window_left=5))
+    decodes.check_plan()
+    prefills.check_plan()
+    whole, pool = layer.begin(given), given.fresh_pool()
+    for step in (decodes, prefills):
+        with pytest.raises(RuntimeError, match=r"of an earlier plan of its group \(0\), and FLASHINFER holds one plan"):
+            step.check_plan()
+    assert_matches(layer.forward(given, whole), given)
+    layer.begin(other)
+    with pytest.raises(RuntimeError, match="give each micro-batch a state of its own"):
+        layer.forward(given, whole, kv_cache=pool)
+    assert not differences(snapshot(given.fresh_pool()), snapshot(pool))
+
+
+def test_a_graphs_step_is_of_whatever_is_planned_last() -> None:
+    """It is one object, over tensors that every plan fills; eager plans do not touch it."""
+    given, other = batch(40, 17), batch(30, 25)
+    layer = make_layer(EmulatedFlashInfer, given, other)
+    with layer.state.graph_capture(2):
+        first, eager = layer.plan(replace(given.common(), for_graph=True)), layer.begin(given)
+        assert layer.plan(replace(other.common(), for_graph=True)) is first
+        assert_matches(layer.forward(other, first), other)
+        assert_matches(layer.forward(given, eager), given)
+
+
+def test_steps_end_with_their_workspace() -> None:
+    owner = state()
+    step = step_of(owner, batch(40, 17))
+    owner.reset_workspace_buffer(owner.float_workspace)
+    with pytest.raises(RuntimeError, match="of an earlier plan"):
+        step.check_plan()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "told"),
+    [({"num_qo_heads": 7, "num_kv_heads": 1}, {"tensor_cores": "off"},
+      "tensor_cores: got off with 7 query heads a KV head; supported: off with 1, 2, 3, 4, 8"),
+     ({"num_qo_heads": 10}, {"tensor_cores": "off"}, "tensor_cores: got off with 5 query heads a KV head"),
+     ({}, {"tensor_cores": "off", "fixed_split_size": 4}, "tensor_cores: got off with fixed_split_size"),
+     ({"pos_encoding_mode": "ROPE_LLAMA"}, {"prefill_kernels": "fa3"}, "prefill_kernels: got fa3; supported: fa2"),
+     ({"cache_dtype": torch.float8_e4m3fn}, {"prefill_kernels": "fa3"}, "prefill_kernels: got fa3; supported: fa2"),
+     ({}, {"prefill_kernels": "fa3", "fixed_split_size": 4}, "prefill_kernels: got fa3; supported: fa2")],
+)  # fmt: skip
+def test_selection_refuses_what_the_state_would(changes: dict[str, Any], options: dict[str, Any], told: str) -> None:
+    spec = replace(SPEC, **changes)
+    with pytest.raises(Unsupported) as refused:
+        select_backend("FLASHINFER_EMULATED", [spec], CACHE, "cpu", options=options)
+    assert told in str(refused.value)
+    with pytest.raises(ValueError, match="supported: ") as of_state:
+        state(groups=plan_groups({0: spec}), **options)
+    assert str(of_state.value) in str(refused.value)
+    select_backend("FLASHINFER_EMULATED", [spec], CACHE, "cpu", options={name: "auto" for name in options
+                                                                         if name != "fixed_split_size"})  # fmt: skip
+
+
 def test_options_that_cannot_be_served() -> None:
     odd = plan_groups({0: AttentionSpec(10, 2, 64, dtype=torch.float16)})
-    with pytest.raises(ValueError, match=r"compiled for \[1, 2, 3, 4, 8\] query heads a KV head, not for 5"):
+    with pytest.raises(ValueError, match="got off with 5 query heads a KV head; supported: off with 1, 2, 3, 4, 8;"):
         state(groups=odd, tensor_cores="off")
-    with pytest.raises(ValueError, match="fixed_split_size needs tensor cores"):
+    with pytest.raises(ValueError, match="tensor_cores: got off with fixed_split_size"):
         state(tensor_cores="off", fixed_split_size=4)
     fp8 = plan_groups({0: replace(SPEC, cache_dtype=torch.float8_e4m3fn)})
-    with pytest.raises(ValueError, match="prefill_kernels is fa3, which needs a Hopper GPU, a 16-bit cache"):
+    with pytest.raises(ValueError, match="prefill_kernels: got fa3; supported: fa2; with a Hopper GPU, a 16-bit cache"):
         state(groups=fp8, prefill_kernels="fa3")
     with pytest.raises(Unsupported, match="fixed_split_size: got 4; supported: None in CUDA graphs"):
         state(fixed_split_size=4).graph_capture(2).__enter__()

@@ -145,13 +145,23 @@ def test_a_pinned_buffer_is_not_rewritten_while_its_copy_may_run() -> None:
 
 
 def test_a_plan_is_for_one_set_of_lengths() -> None:
-    """Runs read the last plan alone."""
+    """Runs read the last plan alone: a step of an earlier one is refused. Prompts without a context have no such plan,
+    and graphs have one of their own."""
     given = batch(40, 17)
-    layer = make_layer(EmulatedFlashInferMLA, given)
-    step = layer.begin(given)
+    prompt = Kit().make_batch(given.spec, BatchShape(seq_lens=(40, 17), query_lens=(40, 17)), num_pages=64)
+    layer = make_layer(EmulatedFlashInferMLA, given, prompt)
+    step, of_prompt = layer.begin(given), layer.begin(prompt)
+    assert_matches(layer.forward(given, step), given)
     layer.begin(batch(10, 9))
-    with pytest.raises(AssertionError, match="output is off"):
-        assert_matches(layer.forward(given, step), given)
+    with pytest.raises(RuntimeError, match=r"of an earlier plan of its group \(0\), and FLASHINFER_MLA holds one"):
+        layer.forward(given, step)
+    assert_matches(layer.forward(prompt, of_prompt), prompt)
+    with layer.state.graph_capture(2):
+        common = replace(given.common(), for_graph=True)
+        in_graph, eager = layer.plan(common), layer.begin(given)
+        assert layer.plan(common).plan is in_graph.plan  # type: ignore[attr-defined]
+        for each in (eager, in_graph):
+            assert_matches(layer.forward(given, each), given)
 
 
 def test_the_kit_finds_plans_that_graphs_keep() -> None:

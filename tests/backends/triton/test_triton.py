@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import AttentionSpec, get_backend
+from attn_backends import AttentionSpec, Unsupported, get_backend, select_backend
 from attn_backends.batch.views import without_new_keys
+from attn_backends.testing.cases.features import plain_cache, plain_spec
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.harness import assert_matches, make_layer, run_backend
@@ -77,7 +78,7 @@ def test_more_interpreted() -> None:
 @only_interpreted
 class TestTritonInterpreted(BackendConformance):
     backend_name = "TRITON"
-    dtypes = (torch.float32,)  # the interpreter multiplies no bfloat16, and is slow: the others are for a GPU
+    dtypes = (torch.float32,)  # the interpreter is slow: the others are for a GPU
     num_random_layers = 1
 
     @pytest.fixture(autouse=True)
@@ -96,6 +97,25 @@ class TestTritonInterpreted(BackendConformance):
 @pytest.mark.parametrize("name", ["TRITON", "TRITON_MLA"])
 def test_other_tensors_are_refused_by_name(name: str, call: str) -> None:
     check_refused(name, call)
+
+
+@only_interpreted
+@pytest.mark.parametrize("name", ["TRITON", "TRITON_MLA"])
+def test_interpreted_queries_are_not_bfloat16(name: str) -> None:
+    """The interpreter multiplies it as integers: refused at selection, with that reason. Caches of it are served."""
+    backend = get_backend(name)
+    assert backend.capabilities().dtypes == {torch.float32, torch.float16}
+    plain, cache = plain_spec(backend.capabilities()), plain_cache(backend.capabilities())
+    with pytest.raises(Unsupported, match=r"got bfloat16; supported: float16, float32. Triton's interpreter does not"):
+        select_backend(name, [replace(plain, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)], cache, "cpu")
+    with pytest.raises(Unsupported, match=r"got float64; supported: float16, float32. Load the model in one of these"):
+        select_backend(name, [replace(plain, dtype=torch.float64, cache_dtype=torch.float32)], cache, "cpu")
+    for dtype in (torch.float16, torch.float32):
+        spec = replace(plain, dtype=dtype, cache_dtype=torch.bfloat16)
+        select_backend(name, [spec], cache, "cpu")
+        for query_lens in ([1, 1, 1], [1, 5, 40]):
+            batch = random_batch(backend, spec, [90, 33, 40], query_lens, page_size=16, k_scale=0.5)
+            assert_matches(run_backend(backend, batch, want_lse=True), batch, f"{dtype}, {query_lens}")
 
 
 @only_interpreted

@@ -7,11 +7,11 @@ import torch
 from attn_backends.backends.mla.backend import MLABackend, latent_capabilities
 from attn_backends.backends.mla.triton_mla.impl import TritonMLAImpl
 from attn_backends.backends.mla.triton_mla.state import TritonMLAState
-from attn_backends.interface.capabilities import Capabilities, Rejection, reject_early_fp8
-from attn_backends.kernels.launch import INTERPRETED, untried_triton
+from attn_backends.interface.capabilities import Capabilities, Rejection, reject_early_fp8, why_not_interpreted
+from attn_backends.kernels.launch import FLOATS, INTERPRETED, untried_triton
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
 
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_CACHED = frozenset({torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES})
 
 
 class TritonMLABackend(MLABackend):
@@ -25,8 +25,8 @@ class TritonMLABackend(MLABackend):
     def capabilities() -> Capabilities:
         return latent_capabilities(
             devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
-            dtypes=_FLOATS,
-            cache_dtypes=_FLOATS | frozenset(FP8_DTYPES),
+            dtypes=FLOATS,
+            cache_dtypes=_CACHED,
             min_compute_capability=(8, 0),
             kv_lora_ranks=frozenset(range(16, 513, 16)),
             qk_rope_head_dims=frozenset(range(8, 129, 8)),
@@ -34,7 +34,8 @@ class TritonMLABackend(MLABackend):
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
-        return super().reject(spec, cache, device) + reject_early_fp8(spec, device)
+        found = super().reject(spec, cache, device) + reject_early_fp8(spec, device)
+        return why_not_interpreted(found, spec) if INTERPRETED else found
 
     @classmethod
     def note(cls, device: torch.device | str) -> str:
