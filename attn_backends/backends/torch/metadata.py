@@ -222,7 +222,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             if not gives_lse(self.device, spec):
                 return None
             # Every row in pieces of nearly equal lengths, the longest of which all are padded to.
-            pieces = -(-counts * bytes_per_key // self.options.piece_bytes)  # [num_rows]
+            keys_of_piece = max(1, self.options.piece_bytes // bytes_per_key)
+            pieces = -(-counts // keys_of_piece)  # [num_rows]
             owners = owners.repeat(pieces)
             nth, of = np.arange(len(owners)) - (pieces.cumsum() - pieces)[owners], pieces[owners]
             start, stop = (counts[owners] * n // of for n in (nth, nth + 1))
@@ -324,7 +325,7 @@ def _bias(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor, visibl
     if spec.alibi_slopes is None:
         added = torch.zeros(visible.shape, dtype=dtype, device=keys.device)[..., None, None, :, :]
     else:
-        slopes = torch.tensor(spec.alibi_slopes, dtype=dtype).to(keys.device, non_blocking=True)
+        slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device="cpu").to(keys.device, non_blocking=True)
         added = slopes.view(spec.num_kv_heads, spec.group_size, 1, 1) * (keys - queries)[:, None, None]
     hidden = ~visible.reshape(-1, 1, 1, *visible.shape[-2:])
     return added.view(-1, *added.shape[-4:]).masked_fill(hidden, float("-inf"))

@@ -22,7 +22,8 @@ class TorchOptions(BaseModel):
     """Decode rows are gathered together while their keys and values take at most this; more go in pieces on a CPU, and
     one row at a time elsewhere. benchmarks/rules/torch_decode.py shows both sides."""
     piece_bytes: Annotated[int, Field(ge=1)] = 1 << 20
-    """Keys and values of a piece: what one core gathers and then attends, while it is still in its own cache."""
+    """Keys and values of a piece: what one core gathers and then attends, while it is still in its own cache. A
+    piece holds one key at least."""
     graph_max_seq_len: Annotated[int, Field(ge=1)] = 1024
     """Keys that every row of a CUDA graph gathers, masked (fewer if the model or a window is shorter). A batch with a
     longer row runs eager."""

@@ -70,6 +70,15 @@ def test_pieces_give_what_rows_give(layer: str, lengths: tuple[int, ...], keys: 
     assert in_pieces[2] or len(lengths) == 1
 
 
+@pytest.mark.parametrize("piece_bytes", [1, BYTES_PER_KEY // 3, BYTES_PER_KEY - 1, BYTES_PER_KEY + 1])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_piece_holds_one_key_at_least(layer: str, piece_bytes: int) -> None:
+    options = cut(1).model_copy(update={"piece_bytes": piece_bytes})
+    whole, in_pieces = (attended((13, 31, 9), each, **LAYERS[layer]) for each in (TOGETHER, options))
+    torch.testing.assert_close(in_pieces[:2], whole[:2])
+    assert in_pieces[2]
+
+
 def test_pieces_after_a_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_backends.backends.torch.metadata.CASCADE_MIN_BYTES", 1)
     whole, in_pieces = (attended((13, 31, 9), options, prefix=8) for options in (TOGETHER, cut(5)))
