@@ -162,9 +162,8 @@ class CommonAttentionMetadata:
         without = [name for name, seq in named if seq.pages is None]
         if without and len(without) != len(rows):
             raise ValueError(f"requests {without[:5]} have no pages while others have: a profile run has none at all")
-        seq_lens = np.array([seq.seq_len for seq in rows], np.int32)
-        new_kv_lens = np.array([seq.new_kv_len for seq in rows], np.int32)
-        query_lens = np.array([seq.query_len for seq in rows], np.int32)
+        lens = np.array([(seq.seq_len, seq.new_kv_len, seq.query_len, seq.context_len) for seq in rows], np.int32)
+        seq_lens, new_kv_lens, query_lens, contexts = np.ascontiguousarray(lens.T)
         num_padded_tokens = num_padded_reqs * padded_query_len
         if without:
             compiled = _no_pages(len(rows) + num_padded_reqs)
@@ -188,7 +187,7 @@ class CommonAttentionMetadata:
             query_start_loc_cpu=host[0],
             seq_lens=on_device[1],
             seq_lens_cpu=host[1],
-            context_lens_cpu=torch.tensor([s.context_len for s in rows] + [0] * num_padded_reqs, dtype=torch.int32),
+            context_lens_cpu=torch.from_numpy(np.concatenate([contexts, padded])),
             page_table=on_device[2].view(compiled.page_table.shape),
             slot_mapping=on_device[6].view(torch.int64),
             num_new_kv=int(new_kv_lens.sum()),

@@ -251,7 +251,7 @@ def _check_bounds(max_query_len: int | None, longest: int, max_seq_len: int | No
 @lru_cache(maxsize=256)
 def _equal_starts(num_rows: int, query_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """[num_rows + 1] i32 on the device and on the host, constants that steps share."""
-    starts = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
+    starts = torch.arange(num_rows + 1, dtype=torch.int32, device="cpu") * query_len
     return starts.to(device), starts
 
 

@@ -76,7 +76,7 @@ def pad_rows(common: CommonAttentionMetadata, num_reqs: int, query_len: int = 1)
     if not more:
         return common
     more_tokens = more * query_len
-    ends = torch.arange(1, more + 1, dtype=torch.int32) * query_len + common.num_tokens
+    ends = torch.arange(1, more + 1, dtype=torch.int32, device="cpu") * query_len + common.num_tokens
     ends_on_device = torch.arange(1, more + 1, dtype=torch.int32, device=common.seq_lens.device) * query_len
     return replace(
         common,

@@ -243,8 +243,9 @@ def can_copy(tensor: torch.Tensor) -> bool:
 def launch_copy_pages(tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
     """Copies pages in each tensor [num_pages, …] of `can_copy`. No destination may be a source."""
     device = tensors[0].device
-    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
-    strides = torch.tensor([tensor.stride(0) * tensor.itemsize // 4 for tensor in tensors])
-    sizes = torch.tensor([tensor[0].nbytes // 4 for tensor in tensors], dtype=torch.int32)
-    tables = (each.to(device) for each in (addresses, strides, sizes, torch.tensor(pairs)))
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device)
+    strides = [tensor.stride(0) * tensor.itemsize // 4 for tensor in tensors]
+    sizes = torch.tensor([tensor[0].nbytes // 4 for tensor in tensors], dtype=torch.int32, device=device)
+    words, pages = (torch.tensor(each, dtype=torch.int64, device=device) for each in (strides, pairs))
+    tables = (addresses, words, sizes, pages)
     start_kernel(copy_pages_kernel, (len(tensors), len(pairs)), *tables, _BLOCK)

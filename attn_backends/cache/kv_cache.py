@@ -226,7 +226,7 @@ def copy_pages(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]]) -> N
         if all(map(can_copy, tensors)):
             launch_copy_pages(tensors, pairs)
             return
-    source, destination = torch.tensor(pairs, device=tensors[0].device).unbind(1)
+    source, destination = torch.tensor(pairs, dtype=torch.int64, device=tensors[0].device).unbind(1)
     for tensor in tensors:
         _bits(tensor)[destination] = _bits(tensor)[source]
 
@@ -241,7 +241,7 @@ def swap_pages(sources: Sequence[KVCache], destinations: Sequence[KVCache], pair
         return
     num_pages = (min(len(cache.key) for cache in caches) for caches in (sources, destinations))
     _check_pairs(pairs, *num_pages)
-    source, destination = torch.tensor(pairs).unbind(1)
+    source, destination = torch.tensor(pairs, dtype=torch.int64, device="cpu").unbind(1)
     for from_cache, to_cache in zip(sources, destinations, strict=True):
         for from_tensor, to_tensor in zip(from_cache, to_cache, strict=True):
             if from_tensor.shape[1:] != to_tensor.shape[1:] or from_tensor.dtype is not to_tensor.dtype:

@@ -27,7 +27,7 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:
         why = re.split(r"\.\s", f"{error} ", maxsplit=1)[0].strip()  # torch may go on to list its kernels
         raise ValueError(f"device {device!r} cannot be used here: {why}. Use auto, cpu or cuda") from error

@@ -248,7 +248,7 @@ def calibrated_scales(model: LoadedModel, plans: Plans[int], report: Report) -> 
     row = SequenceGroup("calibration", (SequenceData(0, len(token_ids), None),))
     common = CommonAttentionMetadata.from_sequence_groups([row], plans.cache.page_size, plans.device)
     context = _Largest(plans, plans.plan(common, state=plans.state))
-    tokens = torch.tensor(token_ids, device=plans.device)
+    tokens = torch.tensor(token_ids, dtype=torch.int64, device=plans.device)
     model.forward(
         tokens, torch.arange(len(token_ids), device=plans.device), common.query_start_loc[1:].long() - 1, context
     )

@@ -51,7 +51,7 @@ class Sampler:
         largest, tokens = _largest(logits)
         drawn = [row for row, request in enumerate(requests) if not request.is_greedy]
         if drawn:
-            rows = _on(logits.device, drawn)
+            rows = _on(logits.device, drawn, torch.int64)
             shifted = logits[rows].float().sub_(largest[rows, None].float())  # largest is 0: nothing below can overflow
             tokens[rows] = self._draw(shifted, [requests[row] for row in drawn], num_ahead)
         return tokens, largest
@@ -62,12 +62,12 @@ class Sampler:
         By inversion of the cumulative distribution, in the order of the vocabulary.
         """
         params, (_, vocab), device = [request.sampling for request in requests], logits.shape, logits.device
-        temperatures = _on(device, [p.temperature for p in params])
+        temperatures = _on(device, [p.temperature for p in params], torch.float32)
         # In place: fresh arrays of this size cost more in page faults than the arithmetic does.
         weights = logits.div_(temperatures.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).exp_()
         limited = [row for row, p in enumerate(params) if p.top_p < 1 or (p.top_k or vocab) < vocab]
         if limited:
-            at = _on(device, limited)
+            at = _on(device, limited, torch.int64)
             some = weights[at]
             weights[at] = some.masked_fill_(some < _thresholds(some, [params[row] for row in limited]), 0)
         cumulative = weights.double().cumsum_(-1)  # [num_rows, vocab]
@@ -97,12 +97,12 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return largest, tokens
     blocks = logits.unflatten(-1, (-1, block))
     largest, first = blocks.amax(-1).max(-1)
-    return largest, first * block + blocks[torch.arange(len(logits)), first].max(-1).indices
+    return largest, first * block + blocks[torch.arange(len(logits), device="cpu"), first].max(-1).indices
 
 
-def _on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> torch.Tensor:
+def _on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
     """[len(values)] on the device, which nobody waits for: `torch.tensor(values, device=device)` would."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def _thresholds(
@@ -115,7 +115,7 @@ def _thresholds(
     vocab, device = weights.shape[1], weights.device
     top_k = [min(p.top_k or vocab, vocab) for p in params]
     num_candidates = min(vocab, max([num_candidates, *(k for k in top_k if k < vocab)]))
-    k = _on(device, top_k)[:, None]  # [num_rows, 1]
+    k = _on(device, top_k, torch.int64)[:, None]  # [num_rows, 1]
     p = _on(device, [p.top_p for p in params], torch.float64)[:, None]
     largest = weights.topk(num_candidates).values  # [num_rows, num_candidates], descending
     cumulative = largest.cumsum(-1, dtype=torch.float64)
@@ -172,4 +172,4 @@ def _to_host(steps: Sequence[torch.Tensor]) -> torch.Tensor:
     rows = steps[0][None] if len(steps) == 1 else torch.stack(tuple(steps))
     if not rows.is_cuda:
         return rows
-    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+    return torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)

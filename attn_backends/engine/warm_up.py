@@ -163,7 +163,7 @@ class ProductRecorder(TorchDispatchMode):
             self._keep(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if isinstance(result, list):  # a library's operator may return tensors that are not defined: no mode takes them
-            return [torch.empty(0) if part is None else part for part in result]
+            return [torch.empty(0, dtype=torch.uint8, device="cpu") if part is None else part for part in result]
         return result
 
     def _keep(self, operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

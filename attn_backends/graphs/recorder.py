@@ -57,7 +57,7 @@ class CudaRecorder:
                 if self._kept is None:
                     kept = torch.cuda.CUDAGraph()
                     kept.capture_begin(pool=self._pool)
-                    torch.zeros(1, device="cuda")
+                    torch.zeros(1, dtype=torch.uint8, device="cuda")
                     kept.capture_end()
                     self._kept = kept
                 self._begin()

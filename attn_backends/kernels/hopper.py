@@ -67,7 +67,7 @@ def tma_descriptor(shape: list[int], strides: list[int], tensor: torch.Tensor, r
 def _described(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> dict[str, Any]:
     """All that a descriptor has but its tensor."""
     tile, layout = ([rows], BLOCK_LAYOUT) if len(shape) == 2 else ([rows, 1], HEAD_LAYOUT)
-    nowhere = torch.empty(0, dtype=dtype)
+    nowhere = torch.empty(0, dtype=dtype, device="cpu")
     return dict(vars(TensorDescriptor(nowhere, list(shape), list(strides), [*tile, TMA_COLS.value], layout)))
 
 

@@ -124,7 +124,7 @@ def choose_device(row: Support, asked: str) -> str:
     if asked == "auto" and row.device:
         return row.device
     try:
-        kind = torch.empty(0, device=asked).device.type
+        kind = torch.empty(0, dtype=torch.uint8, device=asked).device.type
     except (RuntimeError, AssertionError) as error:
         cause = str(error).splitlines()[0]
         raise ValueError(

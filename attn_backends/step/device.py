@@ -263,7 +263,7 @@ class SharedMemory:
     def __init__(self, rows: PageRows) -> None:
         self.buffers = StepBuffers(rows.limits, rows.cache, torch.from_numpy(rows.page_table), with_indices=False)
         self._token_ids: NDArray[np.int64] = self.buffers.token_ids.numpy()
-        self._ones = torch.ones(rows.limits.max_num_requests, dtype=torch.int32)
+        self._ones = torch.ones(rows.limits.max_num_requests, dtype=torch.int32, device="cpu")
 
     def step(self, rows: PageRows, step: HostStep) -> None:
         rows.mark_sent()

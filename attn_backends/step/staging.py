@@ -74,7 +74,7 @@ class HostRing:
     ) -> None:
         on_gpu = device.type == "cuda"
         make_event = make_event or (torch.cuda.Event if on_gpu else AlwaysDone)
-        self.hosts_cpu = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(depth)]
+        self.hosts_cpu = [torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(depth)]
         self.slot = -1
         self._group = group
         self._events = [make_event() for _ in range(depth // group)]

@@ -187,7 +187,7 @@ class StepTable(PageRows):
 
     def _make_decode(self, num_reqs: int, num_actual_reqs: int) -> _Shaped:
         shape = StepShape(num_reqs, num_actual_reqs, num_reqs, num_actual_reqs)
-        return self._shaped(shape, torch.arange(num_reqs + 1, dtype=torch.int32), 1)
+        return self._shaped(shape, torch.arange(num_reqs + 1, dtype=torch.int32, device="cpu"), 1)
 
     def _shaped(self, shape: StepShape, starts: torch.Tensor, max_query_len: int) -> _Shaped:
         num_reqs, actual_reqs, num_tokens, actual_tokens = shape

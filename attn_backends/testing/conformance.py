@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from attn_backends.testing.kit.building import Building
 from attn_backends.testing.kit.contract import Contract
+from attn_backends.testing.kit.defaults import Defaults
 from attn_backends.testing.kit.latent import Latent
 from attn_backends.testing.kit.logits import Logits
 from attn_backends.testing.kit.mixed import Mixed
@@ -21,7 +22,7 @@ from attn_backends.testing.kit.refusals import Refusals
 from attn_backends.testing.kit.visibility import Visibility
 
 
-class BackendConformance(Numerics, Scales, Logits, Visibility, Contract, Building, Mixed, Refusals):
+class BackendConformance(Numerics, Scales, Logits, Visibility, Contract, Defaults, Building, Mixed, Refusals):
     """Subclass it, name the backend, and run pytest.
 
     Attributes:

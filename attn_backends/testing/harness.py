@@ -87,7 +87,11 @@ class Layer:
             place(padded(new, num_padded_reqs), read_only=True) if len(new) else None
             for new in (batch.key, batch.value)
         )
-        lse = place(torch.full(query.shape[:2], torch.nan, device=batch.device)) if want_lse else None
+        lse = (
+            place(torch.full(query.shape[:2], torch.nan, dtype=torch.float32, device=batch.device))
+            if want_lse
+            else None
+        )
         with self.guards.watching():
             output = self.impl.forward(query, key, value, kv_cache, step, lse=lse)
         self.guards.check("after forward()")

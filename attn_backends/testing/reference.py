@@ -48,7 +48,8 @@ def reference_attention(
         raise ValueError(f"sinks are {'given' if sinks is not None else 'missing'} where spec.sinks is {spec.sinks}")
     num_queries, num_keys = query.shape[0], key.shape[0]
     first, on = num_keys - num_queries if context_len is None else context_len, query.device
-    positions = torch.tensor(list(query_positions or range(first, first + num_queries)), device=on)
+    order = list(query_positions or range(first, first + num_queries))
+    positions = torch.tensor(order, dtype=torch.int64, device=on)
     query, key, value = (tensor.detach().to(on, torch.float64) for tensor in (query, key, value))
     sinks = None if sinks is None else sinks.detach().to(on, torch.float64)
     query, key = rotated(query, positions, spec), rotated(key, torch.arange(num_keys, device=on), spec)

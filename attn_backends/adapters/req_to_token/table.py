@@ -115,7 +115,7 @@ class TokenTable:
                 "encoder_lens_cpu, 0 for a row without an encoder"
             )
         pages = self._pages(rows, rows.encoder_lens_cpu, None)
-        contexts = torch.zeros(len(rows.query_lens), dtype=torch.int32)
+        contexts = torch.zeros(len(rows.query_lens), dtype=torch.int32, device="cpu")
         # An engine writes its next step's lengths into the same tensor; the others are made for this step.
         lens = rows.encoder_lens.clone()
         return self._common(rows, pages, lens, rows.encoder_lens_cpu, contexts, None, None)

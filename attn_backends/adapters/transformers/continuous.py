@@ -52,7 +52,7 @@ class Group:
         self.layers = layers
         self._write_index: Any = None
         self._common: CommonAttentionMetadata | None = None
-        self._slots = torch.empty(0, dtype=torch.int64)  # of what was gathered, in our pages
+        self._slots = torch.empty(0, dtype=torch.int64, device="cpu")  # of what was gathered, in our pages
         self._gathered: dict[AttentionSpec, KVCache] = {}
 
     def attend(self, call: LayerCall, place: KeysPlace, given: Mapping[str, Any]) -> torch.Tensor:

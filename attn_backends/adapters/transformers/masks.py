@@ -18,7 +18,7 @@ from attn_backends.adapters.transformers.handed import count_forward, eager_only
 from attn_backends.adapters.transformers.refuse import decline
 
 _CODE_OF_WINDOW = masking_utils.sliding_window_overlay(1).__code__
-_CODE_OF_PACKED = masking_utils.packed_sequence_mask_function(torch.zeros(1)).__code__
+_CODE_OF_PACKED = masking_utils.packed_sequence_mask_function(torch.zeros(1, dtype=torch.int64, device="cpu")).__code__
 _CODE_OF_AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a model's file calls our attention by
 _NO_MODEL = ("transformers.masking_utils", "transformers.utils", "transformers.generation", "torch", "attn_backends")
@@ -78,7 +78,7 @@ def padding_mask(
     count_forward()
     parts = _parts(mask_function)
     if any(part.__code__ is _CODE_OF_PACKED for part in parts if hasattr(part, "__code__")):
-        return torch.ones(batch_size, 0, dtype=torch.bool)
+        return torch.ones(batch_size, 0, dtype=torch.bool, device="cpu")
     rest = [part for part in parts if getattr(part, "__code__", None) is not _CODE_OF_WINDOW]
     if rest != [masking_utils.causal_mask_function]:
         names = ", ".join(getattr(part, "__qualname__", str(part)).replace(".<locals>", "") for part in rest)

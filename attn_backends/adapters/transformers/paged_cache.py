@@ -140,7 +140,7 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = 0 if self._pool is None or self._pool.rows is None else len(self._pool.rows.lens)
-        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Its own pages with the same keys, as a prompt that several answers begin with needs."""

@@ -50,7 +50,7 @@ class Pool:
         self.step: PoolStep | None = None
         self.caches: dict[Hashable, KVCache] = {}
         self._width = 0  # pages a row
-        self._page_table = torch.empty(0, 0, dtype=torch.int32)
+        self._page_table = torch.empty(0, 0, dtype=torch.int32, device="cpu")
 
     def attend(self, slot: Hashable, call: LayerCall, mask: torch.Tensor | None) -> torch.Tensor:
         """[batch, num_tokens, num_qo_heads, head_dim_vo]; zeros where padding is. `slot` names the layer's cache.

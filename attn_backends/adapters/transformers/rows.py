@@ -89,4 +89,6 @@ class Rows:
         self.live = None if bool(live.all()) else live
 
     def _live(self) -> torch.Tensor:
-        return torch.ones(len(self.lens), self.seen, dtype=torch.bool) if self.live is None else self.live
+        if self.live is not None:
+            return self.live
+        return torch.ones(len(self.lens), self.seen, dtype=torch.bool, device="cpu")

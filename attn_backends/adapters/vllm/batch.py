@@ -48,7 +48,7 @@ def lens_of_rows(theirs: Any, lens: torch.Tensor | None) -> torch.Tensor:
     which vLLM does not see to in the batches that it captures with."""
     rows: int = theirs.num_reqs
     if lens is None:
-        return torch.full((rows,), theirs.max_seq_len, dtype=torch.int32)
+        return torch.full((rows,), theirs.max_seq_len, dtype=torch.int32, device="cpu")
     return torch.maximum(_first(lens, rows), _first(theirs.query_start_loc_cpu, rows + 1).diff())
 
 

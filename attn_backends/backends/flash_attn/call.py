@@ -96,16 +96,18 @@ class LayerConstants:
         spec: AttentionSpec, sinks: torch.Tensor | None, k_scale: float, v_scale: float, device: torch.device
     ) -> LayerConstants:
         """Over the cache. Where that is not fp8, kernels do not take `k_scale`: the scale of the softmax holds it."""
-        slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, dtype=torch.float32)
+        slopes = None
+        if spec.alibi_slopes is not None:
+            slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
         return LayerConstants(
             scale=spec.scale * (1.0 if spec.cache_dtype in FP8_DTYPES else k_scale),
             causal=spec.causal,
             window=window_of(spec, spec.causal),
             soft_cap=spec.logits_soft_cap or 0.0,
-            alibi_slopes=None if slopes is None else slopes.to(device),
+            alibi_slopes=slopes,
             sinks=sinks,
-            k_scale=torch.full((1, 1), k_scale, device=device),
-            v_scale=torch.full((1, 1), v_scale, device=device),
+            k_scale=torch.full((1, 1), k_scale, dtype=torch.float32, device=device),
+            v_scale=torch.full((1, 1), v_scale, dtype=torch.float32, device=device),
         )
 
     def without_sinks(self) -> LayerConstants:

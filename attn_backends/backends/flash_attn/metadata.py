@@ -64,7 +64,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             prefix_len = prefix_to_share(common, common_prefix_len, spec, num_decodes, CASCADE_MIN_BYTES)
         if prefix_len:
             # The shared prefix is one row of all decode rows' tokens.
-            host = torch.tensor([0, num_decodes, prefix_len], dtype=torch.int32)
+            host = torch.tensor([0, num_decodes, prefix_len], dtype=torch.int32, device="cpu")
             on_device = host.to(common.page_table.device, non_blocking=True)
             pages = common.page_table[:1, : prefix_len // common.page_size]
             prefix = Rows(1, num_decodes, num_decodes, prefix_len, on_device[:2], on_device[2:], pages)

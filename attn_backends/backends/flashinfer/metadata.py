@@ -186,11 +186,11 @@ def _rows(common: CommonAttentionMetadata, pages: _Pages | None, first: int, sto
 def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: int) -> Rows:
     """The shared prefix as one row of all decode rows' tokens. Full pages: what is last in the CSR is the page size."""
     num_pages, device = prefix_len // common.page_size, common.page_table.device
-    pair, pages = torch.tensor([0, num_tokens], dtype=torch.int32), torch.tensor([0, num_pages], dtype=torch.int32)
+    pair, pages = (torch.tensor([0, end], dtype=torch.int32, device="cpu") for end in (num_tokens, num_pages))
     last = torch.full((1,), common.page_size, dtype=torch.int32, device=device)
     on_device = torch.stack([pair, pages]).to(device, non_blocking=True)
     csr = PagedCsr(on_device[1], common.page_table[0, :num_pages].contiguous(), last)
-    lens = torch.tensor([prefix_len], dtype=torch.int32)
+    lens = torch.tensor([prefix_len], dtype=torch.int32, device="cpu")
     return Rows(num_tokens, on_device[0], pair, csr, on_device[1], pages, lens, prefix_len, 1)
 
 

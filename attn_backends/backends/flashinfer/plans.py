@@ -183,7 +183,7 @@ class DecodePlan(Plan):
         self._schedule(
             pinned, rows.kv_indptr_cpu, rows.num_rows, *self._shape, spec.window_left, spec.logits_soft_cap or 0.0,
             spec.head_dim, spec.head_dim_vo,
-            torch.empty(0, dtype=spec.dtype), torch.empty(0, dtype=spec.cache_dtype),
+            *(torch.empty(0, dtype=dtype, device="cpu") for dtype in (spec.dtype, spec.cache_dtype)),
         )  # fmt: skip
 
     def _split_of_uneven(self, rows: Rows) -> int | None:

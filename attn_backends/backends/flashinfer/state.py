@@ -72,7 +72,7 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
         self.is_decode = query_len == 1
         self._stream = parent.stream
         self._inputs_of = {group.index: self.inputs.of_layers(group.spec) for group in self.groups}
-        self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
+        self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32, device="cpu") * query_len
         starts, need = self._starts_cpu.to(self.device), parent.make_graph_room(num_rows, query_len)
         kind: Kind = "decode" if self.is_decode else "prefill fa2"
         self._tensors = {group.index: self.inputs.of_group(group, num_rows, starts) for group in self.groups}
@@ -117,7 +117,7 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
     def idle_metadata(self, group_index: int) -> FlashInferMetadata:
         """Full pages, as many a row as its tokens need, to capture with."""
         csr, num_pages = self._tensors[group_index].csr, self._idle_pages
-        csr.indptr.copy_(torch.arange(self.num_rows + 1, dtype=torch.int32) * num_pages)
+        csr.indptr.copy_(torch.arange(self.num_rows + 1, dtype=torch.int32, device="cpu") * num_pages)
         csr.indices[: self.num_rows * num_pages].zero_()
         csr.last_page_len.fill_(self.cache.page_size)
         return self._idle_metadata(group_index)
@@ -130,8 +130,8 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
     def _idle_metadata(self, group_index: int) -> FlashInferMetadata:
         """Over tensors that may hold a batch already, which is left as it is."""
         tensors, num_rows, longest = self._tensors[group_index], self.num_rows, self._idle_pages * self.cache.page_size
-        indptr_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * self._idle_pages
-        lens = torch.full((num_rows,), longest, dtype=torch.int32)
+        indptr_cpu = torch.arange(num_rows + 1, dtype=torch.int32, device="cpu") * self._idle_pages
+        lens = torch.full((num_rows,), longest, dtype=torch.int32, device="cpu")
         starts, csr = (tensors.qo_indptr, self._starts_cpu), tensors.csr
         rows = Rows(self.num_tokens, *starts, csr, csr.indptr, indptr_cpu, lens, longest, num_rows, True)
         return graph_metadata(group_index, self._slots(group_index), rows, self.is_decode)

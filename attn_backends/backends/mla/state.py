@@ -45,7 +45,7 @@ class MLAGraphState(GraphState[MLAMetadata, MLAStep]):
             query_len=query_len,
             page_table=self._tensors["page_table"],
             seq_lens=self._tensors["seq_lens"],
-            seq_lens_cpu=torch.zeros(num_rows, dtype=torch.int32),
+            seq_lens_cpu=torch.zeros(num_rows, dtype=torch.int32, device="cpu"),
             idle=idle,
         )
         self._plans: dict[int, Any] = {}

@@ -75,7 +75,9 @@ class TorchImpl(AttentionImpl[TorchStep]):
             if lse is not None:
                 lse.fill_(float("-inf"))
         joins_prefix = metadata.paged_rows is not None and metadata.prefix_pages is not None
-        kernel_lse = torch.empty(query.shape[:2]) if joins_prefix and lse is None else lse
+        kernel_lse = lse
+        if joins_prefix and lse is None:
+            kernel_lse = query.new_empty(query.shape[:2], dtype=torch.float32)  # what the kernel writes
         for kernel, rows, option in (
             (self.kernel, metadata.paged_rows, "native_decode"),
             (self.prefill_kernel, metadata.paged_prefills, "native_prefill"),
@@ -173,7 +175,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
         num_keys = len(batch.slots) // num_pieces
         heads = query.unflatten(1, (spec.num_kv_heads, -1))  # [num_rows, Hkv, G, D]
         outs = heads.index_select(0, owners)  # queries, each of which makes place for its output
-        lses = torch.empty(outs.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        lses = outs.new_empty(outs.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         masks = repeat(None) if batch.bias is None else batch.bias[:, :, :, 0].split(at_once)
         key_room, value_room = room_in(step, kv_cache, min(at_once, num_pieces) * num_keys)
         shape = (-1, num_keys, spec.num_kv_heads, spec.head_dim)

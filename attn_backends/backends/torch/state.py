@@ -95,8 +95,8 @@ class TorchState(AttentionState[TorchMetadata]):
             per_value = max(s.num_kv_heads * s.head_dim_vo * s.cache_dtype.itemsize for s in specs)
             at_once = max(options.gather_together_bytes, torch.get_num_threads() * options.piece_bytes)
             self.scratch = (
-                torch.empty(max(tokens * per_key, at_once), dtype=torch.uint8),
-                torch.empty(max(tokens * per_value, at_once), dtype=torch.uint8),
+                torch.empty(max(tokens * per_key, at_once), dtype=torch.uint8, device="cpu"),
+                torch.empty(max(tokens * per_value, at_once), dtype=torch.uint8, device="cpu"),
             )
 
     def begin_forward(self, metadata: TorchMetadata) -> TorchStep:

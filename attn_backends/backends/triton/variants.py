@@ -52,7 +52,7 @@ class _Layer:
     ) -> None:  # fmt: skip
         self.spec, self.cache, self.limits, self.device = spec, cache, limits, device
         self.options = options or TritonOptions()
-        sinks = torch.zeros(spec.num_qo_heads, device=device) if spec.sinks else None
+        sinks = torch.zeros(spec.num_qo_heads, dtype=torch.float32, device=device) if spec.sinks else None
         self.kernels: Kernels = make_kernels(spec, cache, device, options, sinks)
         self.tokens = new_tokens(spec)
         self._short_tiles = {  # by whether keys are in pages

@@ -128,7 +128,8 @@ class _Causal:
 def _check(attention: Any, latent: LatentAttention, rotary: Any) -> None:
     weight = attention.kv_a_proj_with_mqa.weight
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 5, weight.shape[1], generator=generator).to(weight)
+    shape = (1, 5, weight.shape[1])
+    hidden = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(weight)
     angles = rotary(hidden, torch.arange(3, 8, device=weight.device)[None])
     given = {"position_embeddings": angles, "attention_mask": None, "attention_context": _Causal()}
     with torch.inference_mode():

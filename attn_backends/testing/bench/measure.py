@@ -199,7 +199,7 @@ def make_run(
     plans.bind(0, **random_batch(backend, spec, (1,), (1,), page_size=cache.page_size, layout=cache.layout,
                                  device=device).weights)  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(num_requests * pages, generator=generator).view(num_requests, pages)
+    order = torch.randperm(num_requests * pages, generator=generator, device="cpu").view(num_requests, pages)
     rows = [SequenceData(num_keys - case.query_len, case.query_len, list_) for list_ in order.numpy()]
     groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
     common = CommonAttentionMetadata.from_sequence_groups(groups, cache.page_size, device)

@@ -212,7 +212,7 @@ class MLABatch(Batch):
         spec, rows = self.spec, []
         weight = self.kv_b_proj.new_zeros(spec.num_qo_heads, spec.head_dim - spec.qk_rope_head_dim + spec.head_dim_vo,
                                           spec.kv_lora_rank)  # fmt: skip
-        weight[:, spec.qk_nope_head_dim :, : spec.head_dim_vo] = torch.eye(spec.head_dim_vo)
+        weight[:, spec.qk_nope_head_dim :, : spec.head_dim_vo].diagonal(dim1=1, dim2=2).fill_(1)
         for row in self.rows:
             latent = torch.zeros_like(row.key)
             for d in range(min(spec.head_dim_vo, len(latent) - first_key)):

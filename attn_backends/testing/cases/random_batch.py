@@ -63,17 +63,22 @@ def random_batch(
         else:
             data = SequenceData(seq_len - query_len, query_len, pages)
         rows.append(_random_row(spec, data, rows[0] if rows else None, shared_prefix_len, generator))
-    sinks = torch.randn(spec.num_qo_heads, generator=generator).to(device) if spec.sinks else None
+    sinks = _normal((spec.num_qo_heads,), generator).to(device) if spec.sinks else None
     cache = KVCacheSpec(needed, page_size, layout)
     rounded = fp8_queries and cached and spec.cache_dtype in FP8_DTYPES
     batch = Batch(spec, cache, torch.device(device), tuple(rows), None, sinks, k_scale, v_scale, rounded)
     if isinstance(spec, MLASpec):
         width = spec.num_qo_heads * (spec.qk_nope_head_dim + spec.head_dim_vo)
         own = torch.Generator().manual_seed(width)  # the weight is the layer's, whatever the batch
-        weight = torch.randn(width, spec.kv_lora_rank, generator=own) * spec.kv_lora_rank**-0.5
+        weight = _normal((width, spec.kv_lora_rank), own) * spec.kv_lora_rank**-0.5
         given = {**vars(batch), "v_scale": 1.0, "kv_b_proj": weight.to(spec.dtype).to(device)}
         batch = MLABatch(**given)
     return with_pool(batch, backend, poison) if cached else batch
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Float32 on the host, whatever torch's defaults are."""
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _random_row(
@@ -85,7 +90,7 @@ def _random_row(
         (data.seq_len, *key_shape),
         (data.seq_len, *value_shape),
     )
-    query, key, value = (torch.randn(shape, generator=generator).to(spec.dtype) for shape in shapes)
+    query, key, value = (_normal(shape, generator).to(spec.dtype) for shape in shapes)
     if first is not None:
         key[:shared_len], value[:shared_len] = first.key[:shared_len], first.value[:shared_len]
     return Row(data, query, key, value)
@@ -115,7 +120,7 @@ def with_freed_pages(batch: Batch) -> Batch:
 def fill_pool(pool: KVCache, value: float) -> None:
     """A finite number or NaN in every slot."""
     for tensor in pool:
-        as_bits(tensor).fill_(as_bits(torch.tensor(value).to(tensor.dtype)).item())
+        as_bits(tensor).fill_(as_bits(torch.tensor(value, dtype=torch.float32, device="cpu").to(tensor.dtype)).item())
 
 
 def _page_lists(
@@ -132,7 +137,7 @@ def _page_lists(
     shared = shared_prefix_len // page_size
     own = [-(-seq_len // page_size) - shared + lookahead for seq_len in seq_lens]
     num_pages = max(shared + sum(own) + SPARE_PAGES, num_pages or 0)
-    shuffled = [1 + page for page in torch.randperm(num_pages - 1, generator=generator).tolist()]
+    shuffled = [1 + page for page in torch.randperm(num_pages - 1, generator=generator, device="cpu").tolist()]
     prefix, free = shuffled[:shared], shuffled[shared:]
     edges = np.cumsum([0, *own]).tolist()
     return [prefix + free[start:stop] for start, stop in pairwise(edges)], num_pages

@@ -42,17 +42,17 @@ class MixedFiller:
     def __call__(self, batch: Batch, num_rows: int, _query_len: int) -> CommonAttentionMetadata:
         own, held = batch.common(), self.held
         places = sorted(Random(own.num_tokens).sample(range(num_rows), len(batch.rows)))
-        query_lens, seq_lens = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(2))
+        query_lens, seq_lens = (torch.zeros(num_rows, dtype=torch.int32, device="cpu") for _ in range(2))
         query_lens[places], seq_lens[places] = own.query_lens_cpu, own.seq_lens_cpu
         starts = torch.nn.functional.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        table = torch.full(held.page_table.shape, JUNK_PAGE, dtype=torch.int32)
+        table = torch.full(held.page_table.shape, JUNK_PAGE, dtype=torch.int32, device="cpu")
         put_pages(table, places, own)
         held.page_table.copy_(table)
         held.seq_lens[:num_rows] = seq_lens.to(batch.device)
         held.query_start_loc[: num_rows + 1] = starts.to(batch.device)
         held.slot_mapping.fill_(PAD_SLOT)
         held.slot_mapping[: len(own.slot_mapping)] = own.slot_mapping
-        contexts = torch.zeros(num_rows, dtype=torch.int32)
+        contexts = torch.zeros(num_rows, dtype=torch.int32, device="cpu")
         contexts[places] = own.context_lens_cpu
         return CommonAttentionMetadata.from_tensors(
             own.page_size, held.query_start_loc[: num_rows + 1], starts, held.seq_lens[:num_rows], seq_lens,

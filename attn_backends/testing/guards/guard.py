@@ -162,7 +162,7 @@ class _Allocations(TorchDispatchMode):
         is_guarded = name in _MAKES and not (self._guards.is_making or is_capturing())
         result = (_UNFILLED.get(func, func) if is_guarded else func)(*args, **kwargs)
         if isinstance(result, list):  # a library's operator may return tensors that are not defined: no mode takes them
-            return [torch.empty(0) if part is None else part for part in result]
+            return [torch.empty(0, dtype=torch.uint8, device="cpu") if part is None else part for part in result]
         if is_guarded and "out" not in kwargs and isinstance(result, torch.Tensor):
             return self._guards.fresh(
                 result, keep=name in _FILLED, zero=name in _ZEROS, pinned=bool(kwargs.get("pin_memory"))

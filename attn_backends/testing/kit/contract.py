@@ -95,7 +95,7 @@ class Contract(KitBase):
         batch = self.make_batch(self.make_spec(), WHOLE_PROMPTS, cached=cached)
         layer = make_layer(self.backend, batch)
         key, value = (torch.stack([new, new + 9], dim=-1)[..., 0] for new in (batch.key, batch.value))
-        lse = torch.zeros(batch.query.shape[:2], device=batch.device) if self.can.lse else None
+        lse = torch.zeros(batch.query.shape[:2], dtype=torch.float32, device=batch.device) if self.can.lse else None
         output = layer.impl.forward(batch.query, key, value, batch.fresh_pool(), layer.begin(batch), lse=lse)
         assert_matches(Result(output, lse, None), batch, "new keys apart")
 
@@ -134,7 +134,7 @@ class Contract(KitBase):
         given = {
             "query": batch.query,
             "output": batch.query.new_zeros(*batch.query.shape[:2], batch.spec.head_dim_vo),
-            "lse": torch.zeros(batch.query.shape[:2], device=batch.device),
+            "lse": torch.zeros(batch.query.shape[:2], dtype=torch.float32, device=batch.device),
             "kv_cache.key": pool.key,
             "kv_cache.value": pool.value,
         }
@@ -287,6 +287,6 @@ def _without_lookahead(row: Row, batch: Batch) -> Row:
 
 def _of_another_layer(row: Row) -> Row:
     """The same request in the same pages with other queries, and other keys and values to write."""
-    sign = torch.where(torch.arange(row.data.seq_len) < row.num_cached, 1, -1)
+    sign = torch.where(torch.arange(row.data.seq_len, device="cpu") < row.num_cached, 1, -1)
     key, value = (new * sign.view(-1, *[1] * (new.dim() - 1)) for new in (row.key, row.value))
     return replace(row, query=-row.query, key=key, value=value)

@@ -41,11 +41,11 @@ def engine_batch(
     own, device = batch.common(), batch.device
     num_rows = len(batch.rows) + idle_rows
     places = sorted(numbers.sample(range(num_rows), len(batch.rows)))
-    query_lens, seq_lens = torch.zeros(num_rows, dtype=torch.int32), torch.zeros(num_rows, dtype=torch.int32)
+    query_lens, seq_lens = (torch.zeros(num_rows, dtype=torch.int32, device="cpu") for _ in range(2))
     seq_lens.fill_(numbers.choice((0, 1)))
     query_lens[places], seq_lens[places] = own.query_lens_cpu, own.seq_lens_cpu
     starts = torch.nn.functional.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0))
-    table = torch.full((num_rows, own.page_table.shape[1] + 5), numbers.choice(JUNK_PAGES), dtype=torch.int32)
+    table = own.page_table.new_full((num_rows, own.page_table.shape[1] + 5), numbers.choice(JUNK_PAGES), device="cpu")
     put_pages(table[:, 1:-2], places, own)
     slots = torch.cat([own.slot_mapping, own.slot_mapping.new_full((tail,), PAD_SLOT)])
     common = CommonAttentionMetadata.from_tensors(
@@ -124,7 +124,7 @@ class Engines(Graphs):
             self.make_spec(), BatchShape(seq_lens=(2 * self.page_size + 5,), query_lens=(query_len,))
         )
         layer, own, count = make_layer(self.backend, batch, num_padded_reqs=3 * query_len), batch.common(), 3
-        starts = torch.arange(count + 1, dtype=torch.int32) * query_len
+        starts = torch.arange(count + 1, dtype=torch.int32, device="cpu") * query_len
         common = CommonAttentionMetadata.from_tensors(
             own.page_size, starts.to(batch.device), starts, own.seq_lens.repeat(count), own.seq_lens_cpu.repeat(count),
             own.page_table.expand(count, -1),
@@ -228,16 +228,17 @@ class _Filler:
 
     def __call__(self, batch: Batch, num_rows: int, query_len: int) -> CommonAttentionMetadata:
         own, held, rows = batch.common(), self.held, len(batch.rows)
-        table = torch.full(held.page_table.shape, Random(own.num_tokens).choice(JUNK_PAGES), dtype=torch.int32)
+        junk = Random(own.num_tokens).choice(JUNK_PAGES)
+        table = torch.full(held.page_table.shape, junk, dtype=torch.int32, device="cpu")
         put_pages(table, range(rows), own)
         held.page_table.copy_(table)
         held.seq_lens.zero_()
         held.seq_lens[:rows] = own.seq_lens
         held.slot_mapping.fill_(PAD_SLOT)
         held.slot_mapping[: len(own.slot_mapping)] = own.slot_mapping
-        starts = torch.full((num_rows + 1,), own.num_tokens, dtype=torch.int32)
+        starts = torch.full((num_rows + 1,), own.num_tokens, dtype=torch.int32, device="cpu")
         starts[: rows + 1] = own.query_start_loc_cpu
-        lens_cpu = torch.zeros(num_rows, dtype=torch.int32)
+        lens_cpu = torch.zeros(num_rows, dtype=torch.int32, device="cpu")
         lens_cpu[:rows] = own.seq_lens_cpu
         return CommonAttentionMetadata.from_tensors(
             own.page_size, starts.to(batch.device), starts, held.seq_lens[:num_rows], lens_cpu,

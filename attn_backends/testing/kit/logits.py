@@ -44,7 +44,7 @@ def levelled(batch: Batch, level: float, doubled: Doubled) -> Batch:
     def row_of(row: Row) -> Row:
         query = torch.full_like(row.query, QUERY)
         shape = row.value.shape if is_latent else row.key.shape
-        factors = 1.0 + doubled(torch.arange(shape[0])).float()
+        factors = 1.0 + doubled(torch.arange(shape[0], device="cpu")).float()
         keys = (step * factors).view(-1, *[1] * (len(shape) - 1)).expand(shape).to(row.key.dtype)
         if is_latent:  # the shared key alone makes logits
             query[..., : -shape[-1]] = 0

@@ -191,7 +191,10 @@ class Refusals(KitBase):
 
     def test_sinks_are_given_exactly_where_they_are_used(self) -> None:
         """Sinks that a layer's spec does not mention would be dropped; a missing tensor would be zeros."""
-        spec, sinks = self.make_spec(), torch.zeros(self.make_spec().num_qo_heads, device=self.device)
+        spec, sinks = (
+            self.make_spec(),
+            torch.zeros(self.make_spec().num_qo_heads, dtype=torch.float32, device=self.device),
+        )
         with pytest.raises(ValueError, match="sinks"):
             self.backend.get_impl_cls()(spec, plain_cache(self.can), self.device, sinks=sinks)
         with pytest.raises(ValueError, match="sinks"):

@@ -40,7 +40,7 @@ class Visibility(KitBase):
         token = 0
         for seq_len, query_len in zip(shape.seq_lens, shape.query_lens, strict=True):
             for position in range(seq_len - query_len, seq_len):
-                want = sees(spec, position, torch.arange(seq_len)).nonzero().flatten().tolist()
+                want = sees(spec, position, torch.arange(seq_len, device="cpu")).nonzero().flatten().tolist()
                 for head in range(spec.num_qo_heads):
                     got = weights[token, head].nonzero().flatten().tolist()
                     assert got == want, (

@@ -100,7 +100,8 @@ class LayerData:
         """`kv_b_proj`, the same for all batches of the layer."""
         own = torch.Generator(self.device).manual_seed(self.case.seed * 8 + self.layer)
         width = spec.num_qo_heads * (spec.qk_nope_head_dim + spec.head_dim_vo)
-        weight = torch.randn(width, spec.kv_lora_rank, generator=own, device=self.device) * spec.kv_lora_rank**-0.5
+        shape = (width, spec.kv_lora_rank)
+        weight = torch.randn(shape, generator=own, dtype=torch.float32, device=self.device) * spec.kv_lora_rank**-0.5
         if self.has_few_outputs:
             weight.abs_()
         expansion: torch.Tensor = weight.to(spec.dtype)
@@ -115,7 +116,7 @@ class LayerData:
         return spec.num_kv_heads * spec.head_dim_vo < _FEW
 
     def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.device)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32, device=self.device)
 
 
 def as_read(new: torch.Tensor, spec: AttentionSpec, scale: float) -> torch.Tensor:

@@ -132,7 +132,7 @@ class _Run:
             for (layer, batch, step, pool), given in zip(calls, inputs, strict=True):
                 query, key, value = given
                 assert query is not None
-                lse = torch.empty(query.shape[:2], device=self.device) if self.case.want_lse else None
+                lse = query.new_empty(query.shape[:2], dtype=torch.float32) if self.case.want_lse else None
                 cache = pool if batch.pool is not None else None
                 output = layer.impl.forward(query, key, value, cache, step, lse=lse)
                 results.append(Result(output, lse, cache))

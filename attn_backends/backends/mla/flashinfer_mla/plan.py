@@ -177,11 +177,13 @@ class PlannedRows(NamedTuple):
         Args:
             width: how far apart the rows begin in the list of pages.
         """
-        counts = torch.arange(rows.num_rows + 1, dtype=torch.int32)
+        counts = torch.arange(rows.num_rows + 1, dtype=torch.int32, device="cpu")
         starts, page_starts = counts * rows.query_len, counts * width
         if tokens >= rows.query_len:
             return PlannedRows(starts, page_starts, rows.seq_lens_cpu, rows.query_len > 1)
-        ends = torch.arange(tokens, rows.query_len + tokens, tokens, dtype=torch.int32).clamp_(max=rows.query_len)
+        ends = torch.arange(tokens, rows.query_len + tokens, tokens, dtype=torch.int32, device="cpu").clamp_(
+            max=rows.query_len
+        )
         query_starts = torch.cat([starts[:1], (starts[:-1, None] + ends).flatten()])
         page_starts = torch.cat([page_starts[:-1].repeat_interleave(len(ends)), page_starts[-1:]])
         seen = (rows.seq_lens_cpu[:, None] - rows.query_len + ends).clamp_(min=0)  # 0: of padding

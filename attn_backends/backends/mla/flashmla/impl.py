@@ -20,7 +20,7 @@ class FlashMLAImpl(MLAImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        query_scale, latent_scale = torch.tensor([[1.0], [self.k_scale]], device=self.device)
+        query_scale, latent_scale = torch.tensor([[1.0], [self.k_scale]], dtype=torch.float32, device=self.device)
         self._descales = query_scale, latent_scale
 
     def _decode(self, given: LatentTensors, step: MLAStep) -> None:

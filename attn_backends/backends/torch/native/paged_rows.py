@@ -58,7 +58,7 @@ class PagedRows:
             page_table = page_table.contiguous()
         (num_rows, num_pages), (stride, _) = page_table.shape, page_table.stride()
         pages = page_table.as_strided(((num_rows - 1) * stride + num_pages,), (1,))
-        return cls(pages, torch.arange(num_rows) * stride, seq_lens, first_key, query_starts)
+        return cls(pages, torch.arange(num_rows, device="cpu") * stride, seq_lens, first_key, query_starts)
 
     def first(self, num_rows: int) -> PagedRows:
         return replace(self, first_pages=self.first_pages[:num_rows], seq_lens=self.seq_lens[:num_rows])
@@ -85,8 +85,10 @@ class PagedKernel(ABC):
     ) -> None:
         self.run, self.into = compiled.run, compiled.into
         self.causal = spec.causal
-        slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
-        tensors = (torch.empty(0) if each is None else each.float() for each in (sinks, slopes))
+        tensors = (
+            torch.as_tensor(() if each is None else each, dtype=torch.float32, device="cpu")
+            for each in (sinks, spec.alibi_slopes)
+        )
         numbers = (spec.window_left, spec.chunk_size or 0, spec.scale, spec.logits_soft_cap or 0.0, k_scale, v_scale)
         self.constants: tuple[Any, ...] = (*tensors, *numbers)  # in the order in which `into` takes them
 

@@ -104,7 +104,7 @@ class _Norm:
     def __init__(self, norm: Any) -> None:
         size = norm.weight.shape[0]
         self.weight = norm.weight.float() * size**0.5
-        self.epsilon = torch.tensor((size * norm.variance_epsilon) ** 0.5)
+        self.epsilon = torch.tensor((size * norm.variance_epsilon) ** 0.5, dtype=torch.float32, device="cpu")
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden]
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)

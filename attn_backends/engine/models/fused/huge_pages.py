@@ -31,7 +31,7 @@ def _room(size: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor [size], from the start of a huge page on if it fills one."""
     num_bytes = size * dtype.itemsize
     if num_bytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -36,6 +36,7 @@ NOISE = 0.9  # of the time of the usual choice: what takes longer than that is n
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _linear_with = torch.ops.mkldnn._linear_pointwise.binary
 _mkl_linear: Any = torch.ops.mkl._mkl_linear.default if torch.backends.mkl.is_available() else None
+HOST_FLOATS: Any = {"dtype": torch.float32, "device": "cpu"}
 CHECKED = (1, 2, 3, 5, 16, 17, 100)  # numbers of tokens that `is_right` tries
 
 
@@ -173,12 +174,12 @@ def prefers_mkl(dtype: torch.dtype) -> bool:
 
 def _compared(kinds: Sequence[Any], dtype: torch.dtype, num_tokens: int) -> dict[Any, float]:
     """Seconds that layers of each kind take, over more weights than caches hold."""
-    weights, tokens = _trial_weights(dtype), torch.zeros(num_tokens, TRIAL[1], dtype=dtype)
+    weights, tokens = _trial_weights(dtype), torch.zeros(num_tokens, TRIAL[1], dtype=dtype, device="cpu")
     return _least_seconds({kind: [partial(kind(weight), tokens) for weight in weights] for kind in kinds})
 
 
 def _trial_weights(dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.zeros(TRIAL, dtype=dtype) for _ in range(16)]
+    return [torch.zeros(TRIAL, dtype=dtype, device="cpu") for _ in range(16)]
 
 
 @cache
@@ -190,7 +191,7 @@ def min_tokens(dtype: torch.dtype) -> int:
     if prefers_native(dtype):
         return FEW_TOKENS[0]
     layers = [packed_linear(weight) for weight in _trial_weights(dtype)]
-    inputs = [torch.zeros(num_tokens, TRIAL[1], dtype=dtype) for num_tokens in FEW_TOKENS]
+    inputs = [torch.zeros(num_tokens, TRIAL[1], dtype=dtype, device="cpu") for num_tokens in FEW_TOKENS]
     taken = _least_seconds({len(tokens): [partial(layer, tokens) for layer in layers] for tokens in inputs})
     one, few = FEW_TOKENS
     return few if taken[few] < taken[one] * NOISE else one
@@ -232,7 +233,7 @@ class MklLinear(torch.nn.Module):
         super().__init__()
         self.packed: torch.Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach().contiguous(), BATCH_HINT)
         self.bias = bias
-        self.shape = torch.empty(1).expand(weight.shape)  # read for its shape alone
+        self.shape = torch.empty(1, dtype=torch.float32, device="cpu").expand(weight.shape)  # read for its shape alone
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
         # It gets the number of tokens: given any other, it would read the weight as it was.
@@ -248,7 +249,7 @@ class MklLinear(torch.nn.Module):
 def is_right() -> bool:
     """Whether MKL takes weights reordered for one number of tokens with others: true, but not promised."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 130, generator=generator)
+    weight = torch.randn(96, 130, generator=generator, **HOST_FLOATS)
     layer = MklLinear(weight)
-    inputs = [torch.randn(num_tokens, 130, generator=generator) for num_tokens in CHECKED]
+    inputs = [torch.randn(num_tokens, 130, generator=generator, **HOST_FLOATS) for num_tokens in CHECKED]
     return all(torch.allclose(layer(tokens), tokens @ weight.T, atol=1e-4) for tokens in inputs)

@@ -143,7 +143,8 @@ def agree(layer: Any, fused: Any, rotary: Any, tolerance: float, sizes: Sequence
     weight = layer.input_layernorm.weight
     generator = torch.Generator().manual_seed(0)
     for num_tokens in sizes:
-        hidden = torch.randn(1, num_tokens, weight.shape[0], generator=generator).to(weight)
+        shape = (1, num_tokens, weight.shape[0])
+        hidden = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(weight)
         positions = torch.arange(3, 3 + num_tokens, device=weight.device)[None]
         with torch.inference_mode():
             try:
