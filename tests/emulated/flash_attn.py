@@ -157,7 +157,7 @@ def varlen_fwd(
     if out is not None and swapped:
         target = torch.empty_like(q)  # a copy in another order of heads: the one given stays as it was
     target.copy_(torch.where(covered[:, None, None], made.to(q.dtype), target))
-    return [target, lse.t().contiguous(), torch.empty(0), torch.empty(0)]
+    return [target, lse.t().contiguous(), q.new_empty(0), q.new_empty(0)]
 
 
 def flash_attn_varlen_func(

@@ -117,7 +117,7 @@ def _flash_attn_fwd(
     else:
         page_size, width = k.shape[1], page_table.shape[1]
         assert page_size == tile or all(size % 16 == 0 for size in dims), "Paged KV does not support irregular head dim"
-        lens = torch.full((num_rows,), page_size * width, dtype=torch.int32) if seqused_k is None else seqused_k
+        lens = page_table.new_full((num_rows,), page_size * width) if seqused_k is None else seqused_k
         keys = paged_keys(k, v, page_table, lens)
         overruns = page_size != tile and tile % copied_at_a_time(*dims) != 0
         if page_size == tile:

@@ -167,7 +167,7 @@ def forward(
 def _of_rows(descale: torch.Tensor | None, starts: torch.Tensor, num: int) -> torch.Tensor:
     """A row's scales for each of its tokens or slots: [num, num_kv_heads, 1] f32, or [1, 1, 1]."""
     if descale is None:
-        return torch.ones(1, 1, 1, device=starts.device)
+        return torch.ones(1, 1, 1, dtype=torch.float32, device=starts.device)
     row = torch.searchsorted(starts[1:].long(), torch.arange(num, device=starts.device), right=True)
     return descale[row.clamp(max=len(descale) - 1)][..., None]
 
@@ -214,7 +214,7 @@ def flash_attn_with_kvcache(
         page_table.shape[1] * k_cache.shape[1], page_table, (q_descale, k_descale, v_descale), rules,
         scheduler_metadata, num_splits,
     )  # fmt: skip
-    return (*made, torch.empty(0), torch.empty(0)) if return_softmax_lse else made[0]
+    return (*made, q.new_empty(0), q.new_empty(0)) if return_softmax_lse else made[0]
 
 
 def flash_attn_varlen_func(

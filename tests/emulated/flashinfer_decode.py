@@ -76,7 +76,7 @@ def fast_decode_plan(
     starts = indptr.cpu() if global_override_indptr_cpu is None else global_override_indptr_cpu
     kv_lens = None
     if self._use_tensor_cores:
-        last = torch.ones(batch_size, dtype=torch.int32) if page_size == 1 else last_page_len.cpu()
+        last = torch.ones(batch_size, dtype=torch.int32, device="cpu") if page_size == 1 else last_page_len.cpu()
         kv_lens = seq_lens_of(starts, last, page_size)
     try:
         self._plan_info = self._planned(

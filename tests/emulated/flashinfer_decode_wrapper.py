@@ -160,11 +160,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         sizes = (num_qo_heads, num_kv_heads, page_size, self._use_cuda_graph)
         dims = (head_dim, head_dim)
         if not self._use_tensor_cores:
-            empty = [torch.empty(0, dtype=t) for t in (self._cached_q_data_type, self._cached_kv_data_type)]
+            empty = [
+                torch.empty(0, dtype=t, device="cpu") for t in (self._cached_q_data_type, self._cached_kv_data_type)
+            ]
             return self._cached_module.plan(
                 *self._workspaces(), indptr, batch_size, *sizes, window_left, logits_soft_cap or 0.0, *dims, *empty
             )
-        queries = torch.arange(batch_size + 1, dtype=torch.int32)
+        queries = torch.arange(batch_size + 1, dtype=torch.int32, device="cpu")
         split = (fixed_split_size, disable_split_kv, 0) if self._backend == FA2 else ()
         return self._cached_module.plan(
             *self._workspaces(), queries, indptr, kv_lens, batch_size, batch_size, *sizes, *dims, False, window_left,

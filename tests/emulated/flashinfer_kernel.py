@@ -119,11 +119,13 @@ def _rotate(
 def get_alibi_slopes(num_heads: int) -> torch.Tensor:
     """As the function of this name in the real `utils.py`."""
     n = 2 ** math.floor(math.log2(num_heads))
-    slopes = torch.pow(torch.tensor(2.0 ** (-8.0 / n)), torch.arange(1, 1 + n))
+    exponents = torch.arange(1, 1 + n, device="cpu")
+    slopes = torch.tensor(2.0 ** (-8.0 / n), dtype=torch.float32, device="cpu").pow(exponents)
     if n < num_heads:
-        further = torch.pow(torch.tensor(2.0 ** (-4.0 / n)), torch.arange(1, 1 + 2 * (num_heads - n), 2))
+        exponents = torch.arange(1, 1 + 2 * (num_heads - n), 2, device="cpu")
+        further = torch.tensor(2.0 ** (-4.0 / n), dtype=torch.float32, device="cpu").pow(exponents)
         slopes = torch.cat([slopes, further])
-    return slopes.float()
+    return slopes
 
 
 def _distances(num_tokens: int, num_slots: int, rows: Rows) -> torch.Tensor:

@@ -61,7 +61,7 @@ def plan_decode(
     )
     kv_lens, qo_indptr = planned_rows(pinned, batch_size)
     torch.sub(starts[1:], starts[:-1], out=kv_lens).mul_(page_size)
-    torch.arange(batch_size + 1, out=qo_indptr)
+    torch.arange(batch_size + 1, out=qo_indptr, device="cpu")
     _copy_plan(int_workspace, pinned, batch_size)
     return info
 

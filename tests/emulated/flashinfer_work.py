@@ -86,9 +86,9 @@ def write_work(pinned: torch.Tensor, info: PlanInfo, work: WorkList, page_size: 
         info.num_tokens_at: [len(work.merge_indptr) - 1],
     } | ({info.merge_at: work.merge_indptr} if info.split else {})  # fmt: skip
     for at, values in lists.items():
-        _ints(pinned, at, len(values)).copy_(torch.tensor(values))
+        _ints(pinned, at, len(values)).copy_(torch.tensor(values, device="cpu"))
     if info.split:
-        count = torch.arange(info.padded) < len(work.requests)
+        count = torch.arange(info.padded, device="cpu") < len(work.requests)
         pinned.view(torch.uint8)[info.valid_at : info.stop].copy_(count)
 
 

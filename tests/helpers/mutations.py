@@ -260,6 +260,11 @@ MUTATIONS = [
         lambda k: k.test_cache_dtypes(torch.float64, "NHD", F16),
     ),
     Mutation(
+        "k_scale rounded to torch's default dtype",
+        other_scales(lambda k, v: (torch.tensor(k, device="cpu").item(), v)),
+        lambda k: k.test_defaults_of_torch("plain", BF16),
+    ),
+    Mutation(
         "k_scale of float caches ignored",
         other_scales(lambda k, v: (1.0, v)),
         lambda k: k.test_scales_over_float_caches("window_15"),

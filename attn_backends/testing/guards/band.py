@@ -62,8 +62,9 @@ class Band:
         if zero and not pinned and tensor.device.type == "cpu" and size > most:
             flat = _zeros(size)
         else:
-            make = torch.zeros if zero else torch.empty
-            flat = make(size, dtype=torch.uint8, device=tensor.device, pin_memory=pinned)
+            flat = torch.empty(size, dtype=torch.uint8, device=tensor.device, pin_memory=pinned)
+            if zero:
+                flat.zero_()
         is_integer = tensor.itemsize > 1 and not tensor.is_floating_point() and not tensor.is_complex()
         word, width = (beyond, tensor.itemsize) if is_integer else (_NAN, 2)
         words = flat.view(_INTEGERS[width])

@@ -36,7 +36,6 @@ NOISE = 0.9  # of the time of the usual choice: what takes longer than that is n
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _linear_with = torch.ops.mkldnn._linear_pointwise.binary
 _mkl_linear: Any = torch.ops.mkl._mkl_linear.default if torch.backends.mkl.is_available() else None
-HOST_FLOATS: Any = {"dtype": torch.float32, "device": "cpu"}
 CHECKED = (1, 2, 3, 5, 16, 17, 100)  # numbers of tokens that `is_right` tries
 
 
@@ -249,7 +248,8 @@ class MklLinear(torch.nn.Module):
 def is_right() -> bool:
     """Whether MKL takes weights reordered for one number of tokens with others: true, but not promised."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 130, generator=generator, **HOST_FLOATS)
+    weight, *inputs = (
+        torch.randn(size, 130, generator=generator, dtype=torch.float32, device="cpu") for size in (96, *CHECKED)
+    )
     layer = MklLinear(weight)
-    inputs = [torch.randn(num_tokens, 130, generator=generator, **HOST_FLOATS) for num_tokens in CHECKED]
     return all(torch.allclose(layer(tokens), tokens @ weight.T, atol=1e-4) for tokens in inputs)
