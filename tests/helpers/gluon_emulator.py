@@ -52,15 +52,19 @@ def _data(value: Any) -> Any:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    return value.data if isinstance(value, Tensor) else torch.as_tensor(value)
+    return value.data if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+
+
+def _on_host(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value, device="cpu")
 
 
 def _divide(a: Any, b: Any) -> torch.Tensor:
-    return torch.div(torch.as_tensor(a), torch.as_tensor(b), rounding_mode="trunc")  # as the GPU does
+    return torch.div(_on_host(a), _on_host(b), rounding_mode="trunc")  # as the GPU does
 
 
 def _remainder(a: Any, b: Any) -> torch.Tensor:
-    return torch.fmod(torch.as_tensor(a), torch.as_tensor(b))
+    return torch.fmod(_on_host(a), _on_host(b))
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -131,7 +135,7 @@ class Scalar(Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        return torch.tensor(self.number, dtype=torch.int32)
+        return torch.tensor(self.number, dtype=torch.int32, device="cpu")
 
     @property
     def dtype(self) -> Dtype:
@@ -212,7 +216,7 @@ class Pointer:
     @staticmethod
     def to_first(tensor: torch.Tensor) -> Pointer:
         numel = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
-        return Pointer(tensor.as_strided((numel,), (1,)), torch.tensor(0))
+        return Pointer(tensor.as_strided((numel,), (1,)), torch.tensor(0, device="cpu"))
 
     @property
     def dtype(self) -> Any:
@@ -250,10 +254,10 @@ class Pointer:
         """What is there, and `other` where the mask says so: of all, whatever the pointer is."""
         if mask is not None and not _tensor(mask).any():
             shape = torch.broadcast_shapes(self.at.shape, _tensor(mask).shape)
-            return torch.full(shape, _data(other)).to(self.storage.dtype)
+            return torch.full(shape, _data(other), device="cpu").to(self.storage.dtype)
         at, mask = self.chosen(mask)
         there = self.storage[at]
-        return there if mask is None else torch.where(mask, there, torch.as_tensor(other).to(there.dtype))
+        return there if mask is None else torch.where(mask, there, _on_host(other).to(there.dtype))
 
 
 # Shared memory.
@@ -583,7 +587,9 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     if mask is not None:
         at, values = at[mask], values[mask]
     if pointer.storage.is_floating_point():  # others are counters
-        written = _written.setdefault(pointer.storage.data_ptr(), torch.zeros(len(pointer.storage), dtype=torch.bool))
+        written = _written.setdefault(
+            pointer.storage.data_ptr(), pointer.storage.new_zeros(len(pointer.storage), dtype=torch.bool)
+        )
         assert not written[at].any(), "a result is written twice"
         written[at] = True
     pointer.storage[at] = values
@@ -604,7 +610,7 @@ def _allocate(dtype: Dtype, shape: Sequence[int], layout: Any) -> Any:
     if isinstance(layout, BarrierLayout):
         return Barriers(shape[0])
     worst = math.nan if dtype.is_floating_point else -(1 << 20)
-    data = torch.full(tuple(shape), worst, dtype=dtype)
+    data = torch.full(tuple(shape), worst, dtype=dtype, device="cpu")
     return Shared(data[None]) if len(shape) == 2 else SharedArray(data)
 
 
@@ -683,9 +689,9 @@ LANGUAGE = SimpleNamespace(
     num_warps=lambda: 4,
     static_range=range,
     static_assert=_require,
-    arange=lambda start, stop, layout=None: Tensor(torch.arange(start, stop, dtype=torch.int32)),
-    full=lambda shape, value, dtype, layout=None: Tensor(torch.full(tuple(shape), value, dtype=dtype)),
-    zeros=lambda shape, dtype, layout=None: Tensor(torch.zeros(tuple(shape), dtype=dtype)),
+    arange=lambda start, stop, layout=None: Tensor(torch.arange(start, stop, dtype=torch.int32, device="cpu")),
+    full=lambda shape, value, dtype, layout=None: Tensor(torch.full(tuple(shape), value, dtype=dtype, device="cpu")),
+    zeros=lambda shape, dtype, layout=None: Tensor(torch.zeros(tuple(shape), dtype=dtype, device="cpu")),
     full_like=lambda like, value: Tensor(torch.full_like(like.data, value)),
     zeros_like=lambda like: Tensor(torch.zeros_like(like.data)),
     convert_layout=lambda value, layout, assert_trivial=False: value,
@@ -788,4 +794,4 @@ def _argument(value: Any, is_constant: bool) -> Any:
         return value
     if type(value) is int and -_TOO_LARGE <= value < _TOO_LARGE:
         return Scalar(value)
-    return Tensor(torch.tensor(value, dtype=torch.float32 if type(value) is float else None))
+    return Tensor(torch.tensor(value, dtype=torch.float32 if type(value) is float else None, device="cpu"))

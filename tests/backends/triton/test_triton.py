@@ -60,7 +60,7 @@ MORE = (  # of the same, which `make test-kernels` runs
     "page_sizes and 256",
 )
 SMALL = f"not ({' or '.join(f'({cases})' for cases in LEFT_OUT)})"
-CHECKED = "matches or features or replays or nan or freed or verify"
+CHECKED = "matches or features or replays or nan or freed or verify or defaults_of_torch[plain"
 CORE = f"({CHECKED}) and not ({' or '.join(f'({cases})' for cases in MORE)})"
 
 
