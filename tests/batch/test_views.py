@@ -103,6 +103,15 @@ def test_nothing_is_read_of_the_device() -> None:
         assert getattr(part, name).untyped_storage().data_ptr() == getattr(here, name).untyped_storage().data_ptr()
 
 
+def test_host_tensors_are_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        common = CommonAttentionMetadata.from_sequence_groups([SequenceGroup("a", (SequenceData(3, 2, [0, 1]),))], 4)
+        for made in (common, pad_rows(common, 3, 2), slice_rows(pad_rows(common, 3, 2), 0, 1)):
+            tensors = {name: tensor for name, tensor in vars(made).items() if isinstance(tensor, torch.Tensor)}
+            assert {name: tensor.device.type for name, tensor in tensors.items()} == dict.fromkeys(tensors, "cpu")
+            assert made.context_lens_cpu.tolist()[:1] == [3]
+
+
 def _is_device_tensor(common: CommonAttentionMetadata, name: str) -> bool:
     value = getattr(common, name)
     return isinstance(value, torch.Tensor) and not name.endswith("_cpu")

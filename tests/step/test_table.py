@@ -13,6 +13,7 @@ import torch
 from attn_backends.spec import KVCacheSpec, Limits
 from attn_backends.step.device import DeviceCopy
 from attn_backends.step.table import StepTable
+from attn_backends.testing.kit.defaults import DEFAULTS, Default, torch_default
 from tests.helpers.edit_walk import EditWalk
 from tests.helpers.step_walk import (
     CACHE,
@@ -53,6 +54,17 @@ def test_a_step_is_the_plain_compilers(
         ids = [100 * repeat + i for i in range(sum(query))]
         step = table.step(context, query, ids, num_padded_reqs=padded, padded_query_len=padded_query_len)
         assert_step(step, compiled(table, context, query, padded, padded_query_len), ids)
+        assert_both_sides_equal(table)
+
+
+@pytest.mark.parametrize("default", DEFAULTS, ids=str)
+@pytest.mark.parametrize("side", SIDES)
+def test_a_step_under_other_defaults_of_torch(side: str, default: Default) -> None:
+    ids = [5, 6, 7, 8]
+    with torch_default(default):
+        table = table_of_three(side)
+        step = table.step([11, 7, 4], [1, 1, 2], ids, num_padded_reqs=2, padded_query_len=2)
+        assert_step(step, compiled(table, [11, 7, 4], [1, 1, 2], 2, 2), ids)
         assert_both_sides_equal(table)
 
 

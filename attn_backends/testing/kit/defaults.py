@@ -68,7 +68,7 @@ class Defaults(Graphs):
     def test_defaults_of_torch_over_a_cache_of_8_bits(self, default: Default) -> None:
         spec = self.make_spec(cache_dtype=torch.float8_e4m3fn)
         if self.serves(spec, may_refuse=True):
-            batch = self.make_batch(spec, "mixed_small", k_scale=0.5, v_scale=2.0)
+            batch = self.make_batch(spec, "mixed_small", **SCALES)
             self.check_under(default, batch, "a cache of 8 bits")
 
     @under_every_default

@@ -23,7 +23,6 @@ ROADS: dict[str, TorchOptions] = {
 }
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "alibi": {"alibi_slopes": (0.7, 0.3, 0.11, 0.013)},
     "sinks": {"sinks": True},
     "soft cap": {"logits_soft_cap": 1.5},
 }
@@ -43,13 +42,13 @@ def test_a_shared_prefix_that_is_attended_once(
         one = make_layer(TorchBackend, batch, options=ROADS[road])
         step = one.begin(batch, common_prefix_len=64)
         result = one.forward(batch, step, want_lse=want_lse)
-    assert (step.metadata.common_prefix_len > 0) == (layer != "alibi")
+    assert step.metadata.common_prefix_len == 64
     assert_step(result, batch, f"{road}, {layer}, a default of {default}")
 
 
 def test_slopes_are_those_of_the_layer() -> None:
-    spec = AttentionSpec(4, 2, 32, alibi_slopes=LAYERS["alibi"]["alibi_slopes"])
+    slopes = (0.7, 0.3, 0.11, 0.013)
     with torch_default(torch.bfloat16):
-        kernel = TorchImpl(spec, KVCacheSpec(4, 16), "cpu").kernel
+        kernel = TorchImpl(AttentionSpec(4, 2, 32, alibi_slopes=slopes), KVCacheSpec(4, 16), "cpu").kernel
     assert kernel is not None
-    assert kernel.constants[1].tolist() == torch.tensor(spec.alibi_slopes, dtype=torch.float32).tolist()
+    assert kernel.constants[1].tolist() == torch.tensor(slopes, dtype=torch.float32).tolist()
