@@ -110,7 +110,7 @@ def with_freed_pages(batch: Batch) -> Batch:
     no request's, stands in their place."""
     rows = []
     for row in batch.rows:
-        oldest = int(sees(batch.spec, row.data.context_len, torch.arange(row.data.seq_len)).nonzero()[0])
+        oldest = int(sees(batch.spec, row.data.context_len, torch.arange(row.data.seq_len, device="cpu")).nonzero()[0])
         num_freed = oldest // batch.cache.page_size
         pages = [0] * num_freed + list(row.data.pages or ())[num_freed:]
         rows.append(replace(row, data=replace(row.data, pages=pages)))
