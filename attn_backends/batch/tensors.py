@@ -52,8 +52,12 @@ class BatchTensors:
             ValueError: a tensor has another shape or dtype, no row has tokens, counts do not go together, or a row is
                 longer than its pages.
         """
-        num_rows = len(self.seq_lens)
-        if not self._have_right_forms(num_rows):
+        try:
+            num_rows = len(self.seq_lens)
+            has_right_forms = self._have_right_forms(num_rows)
+        except (AttributeError, TypeError):  # some is no tensor, or one without dimensions
+            num_rows, has_right_forms = 0, False
+        if not has_right_forms:
             self._refuse_forms(num_rows)
         lens = self._on_host()
         longest, shortest = (int(each) for each in (lens.query_lens.max(), lens.query_lens.min()))
@@ -170,18 +174,19 @@ class BatchTensors:
             and (contexts is None or (contexts.is_cpu and contexts.shape == (num_rows,)))
             and (slots is None or (slots.dtype is torch.int64 and slots.is_contiguous() and slots.dim() == 1))
             and self.query_start_loc.is_contiguous() and self.seq_lens.is_contiguous()
-            and num_rows > 0
+            and num_rows > 0 and self.page_size > 0
         )  # fmt: skip
 
     def _refuse_forms(self, rows: int) -> None:
-        """Raise for the first tensor of another shape, dtype or place."""
+        """Raise for the first tensor of another shape, dtype or place, or what is no tensor."""
+        self._refuse_others()
         for name, shape, dtype in (
             ("query_start_loc", (rows + 1,), torch.int32),
             ("query_start_loc_cpu", (rows + 1,), None),
             ("seq_lens", (rows,), torch.int32),
             ("seq_lens_cpu", (rows,), None),
             ("context_lens_cpu", (rows,), None),
-            ("page_table", (rows, *self.page_table.shape[1:2]), torch.int32),
+            ("page_table", (rows, self.page_table.shape[1]), torch.int32),
         ):
             tensor = getattr(self, name)
             if tensor is None:
@@ -208,6 +213,25 @@ class BatchTensors:
             f"page_table has strides {self.page_table.stride()}; a row's pages must lie together (a last stride of "
             "1): pass page_table.contiguous()"
         )
+
+    def _refuse_others(self) -> None:
+        """Raise for what is no tensor, a table of other dimensions, and pages without slots."""
+        needed = "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "page_table"
+        for name in (*needed, "slot_mapping", "context_lens_cpu"):
+            given = getattr(self, name)
+            if not isinstance(given, torch.Tensor) and (given is not None or name in needed):
+                what = "None" if given is None else f"a {type(given).__module__}.{type(given).__qualname__}"
+                raise TypeError(
+                    f"{name} is {what.replace('builtins.', '')}; it must be a torch.Tensor: pass one, as "
+                    f"torch.as_tensor({name}) makes of a list or a NumPy array"
+                )
+        for name, dims, text in (("seq_lens", 1, "[rows]"), ("page_table", 2, "[rows, pages a row]")):
+            if (tensor := getattr(self, name)).dim() != dims:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimension{'s' * (dims > 1)}, {text}"
+                )
+        if self.page_size < 1:
+            raise ValueError(f"page_size is {self.page_size}; it must be at least 1, as the pool's is")
 
     def _refuse_counts(self, lens: LensOnHost, tokens: int, actual: int) -> None:
         """Raise for counts and lengths that do not go together. Rows without tokens may be anything."""

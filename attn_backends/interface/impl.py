@@ -106,10 +106,11 @@ class AttentionImpl(ABC, Generic[StepT]):
     ) -> None:  # fmt: skip
         """`forward`, of a call that no other layer's stands for."""
         if not isinstance(step, self.step_cls):
+            held = f" of {type(step.metadata).__name__}" if isinstance(step, AttentionStep) else ""
+            got = "None" if step is None else f"a {type(step).__name__}{held}"
             raise TypeError(
-                f"{type(self).__name__} takes a {self.step_cls.__name__}, and got a {type(step).__name__} of "
-                f"{type(step.metadata).__name__}: build the metadata with its backend's builder, and give it to the "
-                "state's begin_forward before any layer runs"
+                f"{type(self).__name__} takes a {self.step_cls.__name__}, and got {got}: build the metadata with its "
+                "backend's builder, and give it to the state's begin_forward before any layer runs"
             )
         step.check_plan()
         spec, metadata = self.spec, step.metadata

@@ -255,5 +255,6 @@ def check_capture_size(batch_size: int, query_len: int, limits: Limits, held_row
         )
     if held_rows is not None and batch_size > held_rows:
         raise RuntimeError(
-            f"graph buffers never grow: clone {batch_size} rows inside `with state.graph_capture({batch_size})`"
+            f"graph buffers are held for {held_rows} rows and never grow, and this is a graph of {batch_size}: call "
+            f"state.hold_graph_buffers({batch_size}) before, or clone inside `with state.graph_capture({batch_size})`"
         )
