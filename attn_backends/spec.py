@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Generic, Literal, TypeVar, cast, get_args
 
 import torch
@@ -52,8 +53,10 @@ class AttentionSpec:
     cache_dtype: torch.dtype = cast(torch.dtype, None)  # of cached keys and values; None: dtype
 
     def __post_init__(self) -> None:
+        if self.head_dim_vo is None:
+            object.__setattr__(self, "head_dim_vo", self.head_dim)
+        _check_whole(self, "num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo")
         resolved = {
-            "head_dim_vo": self.head_dim if self.head_dim_vo is None else self.head_dim_vo,
             "scale": float(self.head_dim**-0.5 if self.scale is None else self.scale),
             "cache_dtype": self.dtype if self.cache_dtype is None else self.cache_dtype,
             "attention_type": AttentionType(self.attention_type),
@@ -64,23 +67,21 @@ class AttentionSpec:
         self._check()
 
     def _check(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_qo_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_qo_heads ({self.num_qo_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
         if self.window_left < -1:
             raise ValueError(f"window_left is {self.window_left}; use -1 for no window, or 0 and more")
-        if self.logits_soft_cap is not None and self.logits_soft_cap <= 0:
+        if self.logits_soft_cap is not None and not 0 < self.logits_soft_cap < math.inf:
             raise ValueError(f"logits_soft_cap is {self.logits_soft_cap}; use None for no cap, or a positive number")
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_qo_heads:
             raise ValueError(f"alibi_slopes has {len(self.alibi_slopes)} values for {self.num_qo_heads} query heads")
         if self.chunk_size is not None and (self.chunk_size < 1 or self.window_left >= 0):
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1 and excludes window_left")
-        if not math.isfinite(self.scale):
-            raise ValueError(f"scale is {self.scale}; use None for head_dim ** -0.5, or a finite number")
+        for name, number in (("scale", self.scale), *(("alibi_slopes", slope) for slope in self.alibi_slopes or ())):
+            if not math.isfinite(number):
+                raise ValueError(f"{name} is {number}; use None for its default, or a finite number")
         mode, scale, theta = self.pos_encoding_mode, self.rope_scale, self.rope_theta
         if mode not in get_args(PosEncoding):
             raise ValueError(
@@ -142,6 +143,7 @@ class KVCacheSpec:
     layout: Layout = "NHD"
 
     def __post_init__(self) -> None:
+        _check_whole(self)
         if (self.num_pages is not None and self.num_pages < 1) or self.page_size < 1:
             raise ValueError(f"num_pages ({self.num_pages}) and page_size ({self.page_size}) must be at least 1")
         if self.layout not in ("NHD", "HND"):
@@ -172,9 +174,7 @@ class Limits:
     max_model_len: int  # tokens of one request, cached and new
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        _check_whole(self, *vars(self))
 
     def check(self, num_reqs: int, num_tokens: int, num_keys: int) -> None:
         """A batch is within these: its rows, its query tokens, and the keys of its longest row.
@@ -273,6 +273,19 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 def dtype_name(dtype: torch.dtype) -> str:
     """What torch calls a dtype, without its module: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def _check_whole(spec: AttentionSpec | KVCacheSpec | Limits, *positive: str) -> None:
+    """Make whole numbers Python's. Raise `ValueError` for what is none, and below 1 in the fields of these names."""
+    for each in fields(spec):
+        name, value = each.name, getattr(spec, each.name)
+        if each.type == "int" or (each.type == "int | None" and value is not None):
+            try:
+                object.__setattr__(spec, name, operator.index(value))
+            except TypeError:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number") from None
+            if name in positive and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
 def new_kv_shapes(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:

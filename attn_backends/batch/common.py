@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attn_backends.batch.csr import PagedCsr, csr_of
-from attn_backends.batch.page_table import CompiledPageTable, IntArray, compile_page_table, starts_of
+from attn_backends.batch.page_table import CompiledPageTable, IntArray, check_pages, compile_page_table, starts_of
 from attn_backends.batch.placeholders import NO_PLACEHOLDERS, IndexMap, PlaceholderMaps, check_maps, join_maps
 from attn_backends.batch.tensors import BatchTensors
 
@@ -153,7 +153,8 @@ class CommonAttentionMetadata:
             num_pages: of the pool, if known.
 
         Raises:
-            ValueError: the batch is empty, a row lacks pages, only some rows have pages, or the pool lacks one.
+            ValueError: the batch is empty, a row lacks pages, only some rows have pages, the pool lacks one, or its id
+                is no integer.
         """
         named = [(group.request_id, seq) for group in groups for seq in group.sequences]
         rows = [seq for _, seq in named]
@@ -168,8 +169,10 @@ class CommonAttentionMetadata:
         if without:
             compiled = _no_pages(len(rows) + num_padded_reqs)
         else:
-            pages = [np.asarray(seq.pages, np.int32) for seq in rows]
-            _check_pages(named, pages, seq_lens, page_size, num_pages)
+            pages = [
+                np.asarray(seq.pages, None if len(seq.pages) else np.int32) for seq in rows if seq.pages is not None
+            ]
+            check_pages([name for name, _ in named], pages, seq_lens, page_size, num_pages)
             compiled = compile_page_table(pages, seq_lens, new_kv_lens, page_size, num_padded_reqs, num_padded_tokens)
         padded = np.zeros(num_padded_reqs, np.int32)
         query_start_loc = starts_of(np.concatenate([query_lens, padded + padded_query_len]))
@@ -245,23 +248,6 @@ class CommonAttentionMetadata:
                              slot_mapping, context_lens_cpu)  # fmt: skip
         fields = given.fields(num_tokens, max_query_len, max_seq_len, num_actual_reqs, exact, for_graph, is_mixed)
         return CommonAttentionMetadata(**fields, csr=csr if fields["num_reqs"] == len(seq_lens) else None)
-
-
-def _check_pages(
-    named: list[tuple[str, SequenceData]], pages: list[IntArray], seq_lens: IntArray, page_size: int,
-    num_pages: int | None,
-) -> None:  # fmt: skip
-    """The compiler's own check knows rows, and no pool; here the request has a name."""
-    for (request_id, _), row_pages, seq_len in zip(named, pages, seq_lens.tolist(), strict=True):
-        if len(row_pages) * page_size < seq_len:
-            raise ValueError(
-                f"request {request_id!r} has {len(row_pages)} pages of {page_size} slots, which hold "
-                f"{len(row_pages) * page_size} keys, but its length is {seq_len}: allocate pages before the step"
-            )
-        if num_pages is not None and row_pages.max(initial=-1) >= num_pages:
-            raise ValueError(
-                f"request {request_id!r} has page {row_pages.max()}, and the pool pages 0 to {num_pages - 1}"
-            )
 
 
 def _no_pages(num_rows: int) -> CompiledPageTable:

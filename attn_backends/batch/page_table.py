@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32]
 PAD_SLOT = -1  # in a slot mapping: padding, never written
+_LAST_PAGE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,25 @@ def compile_page_table(
     """Compile a batch's page lists.
 
     Args:
-        pages: one i32 array a row, the row's pages in order. Lookahead pages beyond `ceil(seq_len / page_size)` may
-            follow and are left out of every form.
+        pages: one array of integers a row, the row's pages in order. Lookahead pages beyond
+            `ceil(seq_len / page_size)` may follow and are left out of every form.
         seq_lens: [num_rows] i32, keys a row has after this step.
         new_kv_lens: [num_rows] i32, how many of them (the last ones) this step writes.
         num_padded_rows, num_padded_tokens: padding added behind the batch.
 
     Raises:
-        ValueError: a row has fewer pages than its length needs, or a page id is negative.
+        ValueError: a row has fewer pages than its length needs, or a page id is negative or no 32-bit integer.
     """
     num_rows = len(pages)
     used = -(-seq_lens // page_size)
     _check_counts(pages, seq_lens, used, page_size)
     rows_total = num_rows + num_padded_rows
     trimmed = [row_pages[:count] for row_pages, count in zip(pages, used.tolist(), strict=True)]
-    indices = np.concatenate(trimmed, dtype=np.int32) if trimmed else np.zeros(0, np.int32)
-    if indices.min(initial=0) < 0:
-        raise ValueError(f"page id {indices.min()} in the page lists: ids count from 0")
+    wide = np.concatenate(trimmed, dtype=np.int64) if trimmed else np.zeros(0, np.int64)
+    wrong = wide.view(np.uint64) > _LAST_PAGE  # read as unsigned, a negative id is a large one
+    if np.count_nonzero(wrong):
+        raise ValueError(f"page id {wide[wrong.argmax()]} in the page lists: ids count from 0, to {_LAST_PAGE}")
+    indices = wide.astype(np.int32)
     table = np.zeros((rows_total, max(1, int(used.max(initial=0)))), np.int32)
     for i, row_pages in enumerate(trimmed):
         table[i, : len(row_pages)] = row_pages
@@ -84,6 +87,30 @@ def compile_page_table(
     slots = np.full(len(rows) + num_padded_tokens, PAD_SLOT, np.int64)
     slots[: len(rows)] = table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
     return CompiledPageTable(table, indptr, indices, last_page_len, slots)
+
+
+def check_pages(
+    request_ids: Sequence[str], pages: Sequence[IntArray], seq_lens: IntArray, page_size: int, num_pages: int | None
+) -> None:
+    """What `compile_page_table` asks of page lists, where requests have names, and of a pool, if it is known.
+
+    Raises:
+        ValueError: a row lacks pages, the pool has not all of them, or ids are no integers; pages have no slots.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; it must be at least 1, as the pool's is")
+    for request_id, row_pages, seq_len in zip(request_ids, pages, seq_lens.tolist(), strict=True):
+        if len(row_pages) * page_size < seq_len:
+            raise ValueError(
+                f"request {request_id!r} has {len(row_pages)} pages of {page_size} slots, which hold "
+                f"{len(row_pages) * page_size} keys, but its length is {seq_len}: allocate pages before the step"
+            )
+        if row_pages.dtype.kind not in "iu":
+            raise ValueError(f"request {request_id!r} has page ids in {row_pages.dtype}: pass integers")
+        if num_pages is not None and row_pages.max(initial=-1) >= num_pages:
+            raise ValueError(
+                f"request {request_id!r} has page {row_pages.max()}, and the pool pages 0 to {num_pages - 1}"
+            )
 
 
 def _check_counts(pages: Sequence[IntArray], seq_lens: IntArray, used: IntArray, page_size: int) -> None:

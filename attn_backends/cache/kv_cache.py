@@ -273,12 +273,8 @@ def gather_pages(cached: torch.Tensor, pages: torch.Tensor, out: torch.Tensor | 
 
     `out`, of that shape, is filled if it is given. A cache that is not contiguous ignores it.
     """
-    bits = _bits(cached)
-    if cached.is_contiguous():
-        room = None if out is None else _bits(out).view(-1, *cached.shape[1:])
-        gathered = torch.index_select(bits, 0, pages, out=room)
-    else:
-        gathered = bits[pages]
+    room = None if out is None or not cached.is_contiguous() else _bits(out).view(-1, *cached.shape[1:])
+    gathered = torch.index_select(_bits(cached), 0, pages, out=room)
     return gathered.reshape(-1, *cached.shape[2:]).view(cached.dtype)
 
 
@@ -291,7 +287,9 @@ def gather_slots(cached: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | 
     if cached.is_contiguous():
         room = None if out is None else _bits(out)[: len(slots)]
         return torch.index_select(bits.flatten(0, 1), 0, slots, out=room).view(cached.dtype)
-    return bits[slots // page_size, slots % page_size].view(cached.dtype)
+    # An index counts from the end where it is negative, and index_select's does not: made huge, it is refused likewise.
+    pages = (slots & torch.iinfo(slots.dtype).max) // page_size
+    return bits[pages, slots % page_size].view(cached.dtype)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.cache.views import layer_cache
 from attn_backends.interface.metadata import AttentionStep, PlannedStep, StepT
+from attn_backends.interface.refusals import refuse_raw_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, cached_kv_shapes, new_kv_shapes
 
 
@@ -53,6 +54,7 @@ class AttentionImpl(ABC, Generic[StepT]):
             )
         if not (0 < k_scale < math.inf and 0 < v_scale < math.inf):
             raise ValueError(f"k_scale ({k_scale}) and v_scale ({v_scale}) must be positive, and finite")
+        refuse_raw_options(options)
         self.spec = spec
         self.cache = cache
         self.device = torch.device(device)

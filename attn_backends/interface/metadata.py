@@ -15,6 +15,7 @@ from attn_backends.batch.order import SwappableRows, leading_new_kv
 from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.batch.placeholders import NO_PLACEHOLDERS, PlaceholderMaps, cut_maps
 from attn_backends.interface.broadcast import flatten, rebuild
+from attn_backends.interface.refusals import refuse_raw_options
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, PlanGroup
 
 
@@ -198,7 +199,7 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
         cache: page size and layout of the pool.
         limits: the most that one batch may hold.
         device: where the metadata's tensors live.
-        options: the backend's own options, validated (see the registry); None for its defaults.
+        options: the backend's own options, validated by `validate_options`; None for its defaults.
     """
 
     decode_threshold: int = 1  # most query tokens of a row that counts as decode; a builder may set fewer on itself
@@ -208,6 +209,7 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
         self, group: PlanGroup[Any], cache: KVCacheSpec, limits: Limits, device: torch.device | str, *,
         options: Any = None,
     ) -> None:  # fmt: skip
+        refuse_raw_options(options)
         self.group = group
         self.cache = cache
         self.limits = limits

@@ -13,6 +13,7 @@ from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface.backend import AttentionBackend
 from attn_backends.interface.impl import AttentionImpl
 from attn_backends.interface.metadata import AttentionMetadataBuilder, AttentionStep, MetadataT
+from attn_backends.interface.refusals import refuse_raw_options
 from attn_backends.interface.state import AttentionState
 from attn_backends.machine import Progress
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, LayerT, Limits, plan_groups
@@ -46,6 +47,7 @@ class Plans(Generic[LayerT]):
         device: torch.device | str,
         options: Any = None,
     ) -> None:
+        refuse_raw_options(options)
         self.backend, self.cache, self.limits = backend, cache, limits
         self.device, self.options = torch.device(device), options
         self.groups = plan_groups(specs)
@@ -75,6 +77,8 @@ class Plans(Generic[LayerT]):
         Raises:
             KeyError: the layer is not one of `specs`.
         """
+        if layer not in self.specs:
+            raise KeyError(f"no layer is named {layer!r}; these plans are of {_some(self.specs)}: bind one of them")
         impl_cls = self.backend.get_impl_cls()
         self.impls[layer] = impl_cls(self.specs[layer], self.cache, self.device, options=self.options, **weights)
         return self.impls[layer]
@@ -144,9 +148,22 @@ class Plans(Generic[LayerT]):
         """One layer of a planned step, by its impl: see `AttentionImpl.forward`.
 
         Raises:
-            KeyError: the layer was not bound.
+            KeyError: the layer was not bound, or the steps are of other layers.
         """
-        return self.impls[layer].forward(query, key, value, kv_cache, steps[layer], output, lse=lse)
+        try:
+            impl, step = self.impls[layer], steps[layer]
+        except KeyError:
+            raise KeyError(
+                f"layer {layer!r} is not bound or has no step: bound are {_some(self.impls)}, and the steps are of "
+                f"{_some(steps)}; call bind({layer!r}, ...) once its weights are loaded, and pass what plan returns"
+            ) from None
+        return impl.forward(query, key, value, kv_cache, step, output, lse=lse)
+
+
+def _some(layers: Iterable[object]) -> str:
+    """The first names of layers, in words."""
+    names = [repr(layer) for layer in layers]
+    return ", ".join(names[:5]) + ", …" * (len(names) > 5) or "none"
 
 
 def replaced_plan(backend_name: str, group_index: int) -> RuntimeError:

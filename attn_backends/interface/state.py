@@ -12,6 +12,7 @@ import torch
 from attn_backends.graphs.inputs import GraphInputs, GraphTensors
 from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.interface.metadata import AttentionStep, MetadataT, StepT
+from attn_backends.interface.refusals import refuse_raw_options
 from attn_backends.machine import Progress
 from attn_backends.spec import KVCacheSpec, Limits, PlanGroup
 
@@ -30,6 +31,7 @@ class AttentionState(ABC, Generic[MetadataT]):
         self, groups: Sequence[PlanGroup[Any]], cache: KVCacheSpec, limits: Limits, device: torch.device | str, *,
         options: Any = None,
     ) -> None:  # fmt: skip
+        refuse_raw_options(options)
         self.groups = tuple(groups)
         self.cache = cache
         self.limits = limits

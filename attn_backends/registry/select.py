@@ -61,9 +61,9 @@ def select_backend(
         BackendImportError: the named backend cannot be imported, and would serve such layers on such a device.
         ConfigError: the named backend does not take these options.
         Unsupported: the named backend, or with AUTO every backend, refuses; the rejections say why.
-        ValueError: there is no cache to serve.
+        ValueError: there is no layer to serve, or no cache.
     """
-    groups, is_auto = _groups(specs), name.upper() == AUTO
+    groups, is_auto = _groups(specs), _is_auto(name)
     verdicts: list[Verdict] = []
     measured = _measured(name, groups, device, load)
     for entry in _auto_entries(measured) if is_auto else [get_entry(name)]:
@@ -91,7 +91,7 @@ def explain(
         UnknownBackendError: no backend has this name.
         ConfigError, ValueError: as there.
     """
-    asked, groups = AUTO if name.upper() == AUTO else get_entry(name).name, _groups(specs)
+    asked, groups = AUTO if _is_auto(name) else get_entry(name).name, _groups(specs)
     entries = dict(backends) if asked == AUTO else {**backends, asked: get_entry(asked)}
     verdicts = {
         name: _verdict(entry, groups, cache, device, options if name == asked else {})
@@ -149,7 +149,7 @@ def _gpu_name(device: torch.device | str) -> str | None:
 
 def _measured(name: str, groups: Groups, device: torch.device | str, load: Load | None) -> Measured | None:
     """What AUTO orders backends of a device by: the user's own times if they are not stale, else shipped ones."""
-    if name.upper() != AUTO:
+    if not _is_auto(name):
         return None
     from attn_backends.machine import device_name  # it loads torch
 
@@ -173,10 +173,18 @@ def _auto_entries(measured: Measured | None) -> list[BackendEntry]:
     return [get_entry(name) for name in with_pairs(fastest_first(by_priority, measured), measured)]
 
 
+def _is_auto(name: str) -> bool:
+    """Whether the registry is to choose. What is no name at all is refused by `get_entry`."""
+    return str(name).upper() == AUTO
+
+
 def _groups(specs: Specs) -> Groups:
     from attn_backends.spec import plan_groups  # it loads torch
 
-    return plan_groups(specs if isinstance(specs, Mapping) else dict(enumerate(specs)))
+    groups = plan_groups(specs if isinstance(specs, Mapping) else dict(enumerate(specs)))
+    if not groups:
+        raise ValueError("no layer to serve: give each layer's AttentionSpec, by its name or in order")
+    return groups
 
 
 def _verdict(
@@ -232,7 +240,7 @@ def _refusal(name: str, verdicts: Iterable[Verdict]) -> Exception:
     """The error of a refusal; AUTO's has the reasons of every backend, each with its name."""
     from attn_backends.interface.capabilities import Rejection, Unsupported  # it loads torch
 
-    if name.upper() != AUTO:
+    if not _is_auto(name):
         return Unsupported(name.upper(), [found.rejection for verdict in verdicts for found in verdict.rejections])
     verdicts = [verdict for verdict in verdicts if verdict.is_candidate]
     found = [
@@ -256,7 +264,7 @@ def _reason(
 
 
 def _choice(name: str, verdicts: list[Verdict], measured: Measured | None, why: str | None = None) -> str:
-    if name.upper() != AUTO:
+    if not _is_auto(name):
         return f"{verdicts[-1].name} was asked for by name and serves every layer"
     passed = "; ".join(f"{verdict.name} was passed over: {verdict.reasons[0]}" for verdict in verdicts[:-1])
     by = "by priority"

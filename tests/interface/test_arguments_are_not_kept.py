@@ -154,6 +154,11 @@ CALLS: dict[str, Callable[[Random], Call]] = {
         {"pages": [np.array(pages(r, 5), np.int32) for _ in range(3)], "seq_lens": lens(r, 3),
          "new_kv_lens": lens(r, 3).clip(max=2), "page_size": 2, "num_padded_rows": r.randint(0, 2)},
     ),
+    "check_pages": lambda r: Call(
+        page_table.check_pages,
+        {"request_ids": list("abc"), "pages": [np.array(pages(r, 5), np.int32) for _ in range(3)],
+         "seq_lens": lens(r, 3), "page_size": 2, "num_pages": r.choice((None, 60))},
+    ),
     "common_prefix_len": lambda r: Call(
         page_table.common_prefix_len,
         {"page_lists": [pages(r, 5) for _ in range(3)], "context_lens": lens(r, 3), "page_size": 2},

@@ -12,6 +12,7 @@ from attn_backends.backends.flash_attn.call import LayerConstants, Tensors
 from attn_backends.backends.flash_attn.state import FlashAttnStep
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionImpl
+from attn_backends.interface.refusals import missing_keys
 from attn_backends.kernels.merge_state import add_sinks, merge
 from attn_backends.spec import FP8_DTYPES
 
@@ -54,7 +55,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnStep]):
             live = step.metadata.rows.num_tokens  # tiles reach behind a row: padding must not stand there
             given = None if key is None or value is None else KVCache(key[:live], value[:live])
         if given is None:
-            raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
+            raise missing_keys(reads_cache=is_cached)
         constants = self.constants[is_cached]
         adds_sinks = spec.sinks and (constants.sinks is None or spec.num_qo_heads > step.provider.max_sinks)
         if adds_sinks:

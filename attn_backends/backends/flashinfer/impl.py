@@ -13,6 +13,7 @@ from attn_backends.backends.flashinfer.plans import KeysAndValues
 from attn_backends.backends.flashinfer.state import FlashInferStep
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionImpl
+from attn_backends.interface.refusals import missing_keys
 from attn_backends.kernels.merge_state import add_sinks
 
 
@@ -105,7 +106,7 @@ def _keys_of(rows: Rows, cached: KeysAndValues | None, brought: KeysAndValues | 
     if rows.csr is None and brought is not None:
         tokens = slice(first, first + rows.num_tokens)
         return brought[0][tokens], brought[1][tokens]
-    raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
+    raise missing_keys(reads_cache=rows.csr is not None)
 
 
 def _count_from_position(lse: torch.Tensor, rows: Rows, is_uniform: bool, page_size: int, slopes: torch.Tensor) -> None:

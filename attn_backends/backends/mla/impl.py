@@ -25,6 +25,7 @@ from attn_backends.backends.mla.metadata import DecodeRows, ExpandedTensors, Pre
 from attn_backends.backends.mla.state import MLAStep
 from attn_backends.cache.kv_cache import KVCache, dequantise, gather_slots, write_latent
 from attn_backends.interface import AttentionImpl
+from attn_backends.interface.refusals import missing_keys, refuse_gradients
 from attn_backends.kernels.merge_state import merge
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
 
@@ -115,6 +116,7 @@ class MLAImpl(AttentionImpl[MLAStep]):
     # What all share.
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: MLAStep) -> None:
+        refuse_gradients(key, value)
         write_latent(key, value, kv_cache.key, step.metadata.slot_mapping, self.k_scale)
 
     def attend(
@@ -127,10 +129,11 @@ class MLAImpl(AttentionImpl[MLAStep]):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
+        refuse_gradients(query, key, value)
         metadata = step.metadata
         if metadata.decode is not None:
             if kv_cache is None:
-                raise ValueError("this step decodes on the latent cache, and none was given: pass kv_cache")
+                raise missing_keys(reads_cache=True)
             tokens = slice(0, metadata.num_decode_tokens)
             part = None if lse is None else lse[tokens]
             self._attend_decodes(query[tokens], kv_cache.key, step, metadata.decode, output[tokens], part)
@@ -185,10 +188,9 @@ class MLAImpl(AttentionImpl[MLAStep]):
             self._expand(*self._parts(dequantise(step.workspace.zero_(), self.spec.dtype, self.k_scale)))
         if rows.new_slots is not None and kv_cache is not None:
             brought = self._parts(self._gather(kv_cache.key, rows.new_slots, None))
-        if brought is None or (rows.chunks and kv_cache is None):
-            raise ValueError(
-                "this step reads a cache or fresh rows, and neither was given: pass kv_cache, key and value"
-            )
+        reads_cache = rows.new_slots is not None or bool(rows.chunks)
+        if brought is None or (reads_cache and kv_cache is None):
+            raise missing_keys(reads_cache=reads_cache and kv_cache is None)
         plan, *chunk_plans = step.prefill_plans
         if not rows.chunks or kv_cache is None:
             self._prefill(ExpandedTensors(query, *self._expand(*brought), output, lse), rows.new, plan)

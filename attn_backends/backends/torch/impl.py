@@ -37,8 +37,8 @@ from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.backends.torch.state import TorchStep, room_in
 from attn_backends.cache.kv_cache import KVCache, dequantise, gather_pages, gather_slots, has_padding, write_slots
 from attn_backends.interface import AttentionImpl
+from attn_backends.interface.refusals import missing_keys, refuse_gradients
 
-NO_KEYS = "this step reads a cache or fresh keys, and neither was given: pass kv_cache or key"
 OTHER_OPTIONS = "this step was built with {}, and the layer has it off: give both one set of options"
 
 
@@ -85,7 +85,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
             if rows is None:
                 continue
             if kv_cache is None:
-                raise ValueError(NO_KEYS)
+                raise missing_keys(reads_cache=True)
             if kernel is None:
                 raise ValueError(OTHER_OPTIONS.format(option))
             kernel.attend(query, key, value, kv_cache, slots_of(metadata), rows, output, kernel_lse)
@@ -105,6 +105,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
         metadata, num_new = step.metadata, step.metadata.num_new_kv
         if metadata.paged_rows is not None or metadata.paged_prefills is not None:
             return
+        refuse_gradients(key, value)
         slots = slots_of(metadata)
         if metadata.for_graph or slots.is_cuda or has_padding(slots):
             super().write(key, value, kv_cache, step)
@@ -135,7 +136,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
         shared = None if metadata.paged_rows is not None else self._attend_prefix(query, kv_cache, step)
         batch = metadata.decode_batch
         if batch is not None and kv_cache is None:
-            raise ValueError(NO_KEYS)
+            raise missing_keys(reads_cache=True)
         if batch is not None and batch.owners is not None and kv_cache is not None:
             tokens = slice(0, batch.num_rows)
             attended = self._attend_pieces(query[tokens], kv_cache, batch, batch.owners, step)
@@ -155,7 +156,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
             elif key is not None and value is not None:
                 keys, values = key[None, row.new_keys], value[None, row.new_keys]
             else:
-                raise ValueError(NO_KEYS)
+                raise missing_keys(reads_cache=row.pages is not None)
             with_shared = shared if row.queries.stop <= metadata.num_decode_tokens else None
             attended = self._attend(
                 query[None, row.queries], keys, values, row.bias, row.is_causal, want_lse or with_shared is not None

@@ -13,6 +13,7 @@ from attn_backends.backends.triton.state import TritonStep
 from attn_backends.backends.triton.upcasting import in_turn
 from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.interface import AttentionImpl
+from attn_backends.interface.refusals import missing_keys
 from attn_backends.kernels.pdl import Pdl
 from attn_backends.kernels.prefill.launch import Rows
 from attn_backends.spec import AttentionSpec
@@ -97,4 +98,4 @@ class TritonImpl(AttentionImpl[TritonStep]):
             return kv_cache.key, kv_cache.value
         if metadata.page_table is None and key is not None and value is not None:
             return key, value
-        raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
+        raise missing_keys(reads_cache=metadata.page_table is not None)
