@@ -12,7 +12,8 @@ _HOME = {  # type checkers read __init__.pyi, which says the same
         "batch.order": "reorder_batch_to_split_decodes_and_prefills split_decodes_and_prefills",
         "batch.page_table": "common_prefix_len",
         "batch.views": "pad_rows slice_rows unpad_rows",
-        "cache.kv_cache": "KVCache allocate_kv_cache write_kv write_latent",
+        "cache.kv_cache": "KVCache allocate_kv_cache copy_pages swap_pages write_kv write_latent",
+        "cache.views": "as_kv_cache",
         "engine.config": "EngineConfig SamplingParams",
         "engine.config_sources": "load_config",
         "engine.llm": "LLM",
@@ -20,7 +21,7 @@ _HOME = {  # type checkers read __init__.pyi, which says the same
         "interface": "AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionState "
         "AttentionStep CONTRACT Capabilities ContractMismatch CudaGraphSupport Plans Rejection Unsupported "
         "check_contract",
-        "registry": "Load explain get_backend register_backend select_backend",
+        "registry": "Load explain get_backend register_backend select_backend validate_options",
         "spec": "AttentionSpec AttentionType KVCacheSpec Limits MLASpec PlanGroup plan_groups",
         "step.table": "StepTable",
     }.items()

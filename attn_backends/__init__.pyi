@@ -19,8 +19,13 @@ from attn_backends.batch.views import (
 from attn_backends.cache.kv_cache import (
     KVCache as KVCache,
     allocate_kv_cache as allocate_kv_cache,
+    copy_pages as copy_pages,
+    swap_pages as swap_pages,
     write_kv as write_kv,
     write_latent as write_latent,
+)
+from attn_backends.cache.views import (
+    as_kv_cache as as_kv_cache,
 )
 from attn_backends.engine.config import (
     EngineConfig as EngineConfig,
@@ -58,6 +63,7 @@ from attn_backends.registry import (
     get_backend as get_backend,
     register_backend as register_backend,
     select_backend as select_backend,
+    validate_options as validate_options,
 )
 from attn_backends.spec import (
     AttentionSpec as AttentionSpec,

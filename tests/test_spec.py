@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -32,6 +34,7 @@ def test_mla_layers_are_expanded_ones_with_latent_rows() -> None:
     for changes, message in (
         ({"num_kv_heads": 1}, "num_kv_heads is 1 for 128 query heads"),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ({"kv_lora_rank": 512.0}, "kv_lora_rank is 512.0; it must be a whole number"),
         ({"qk_rope_head_dim": 192}, "qk_rope_head_dim 192 of head_dim 192"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -43,6 +46,9 @@ def test_values_are_normalised() -> None:
     assert spec.alibi_slopes == (1.0, 2.0)
     assert spec.attention_type is AttentionType.ENCODER
     assert isinstance(spec.scale, float)
+    counted = AttentionSpec(np.int64(8), 2, np.int32(64), chunk_size=np.int64(4))  # type: ignore[arg-type]
+    assert all(type(number) is int for number in (counted.num_qo_heads, counted.head_dim, counted.chunk_size))
+    assert counted == AttentionSpec(8, 2, 64, chunk_size=4)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +60,16 @@ def test_values_are_normalised() -> None:
         ({"head_dim_vo": -1}, "head_dim_vo is -1"),
         ({"window_left": -2}, "window_left is -2; use -1 for no window"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0; use None"),
+        ({"logits_soft_cap": math.inf}, "logits_soft_cap is inf; use None for no cap, or a positive number"),
+        ({"logits_soft_cap": math.nan}, "logits_soft_cap is nan"),
+        ({"alibi_slopes": (1.0,) * 7 + (math.nan,)}, "alibi_slopes is nan; use None .* or a finite number"),
+        ({"alibi_slopes": (1.0,) * 7 + (-math.inf,)}, "alibi_slopes is -inf"),
+        ({"scale": math.nan}, "scale is nan"),
+        ({"head_dim": 64.0}, "head_dim is 64.0; it must be a whole number"),
+        ({"head_dim_vo": torch.tensor(64.0)}, r"head_dim_vo is tensor\(64.\); it must be a whole number"),
+        ({"num_qo_heads": "8"}, "num_qo_heads is '8'"),
+        ({"window_left": None}, "window_left is None; it must be a whole number"),
+        ({"chunk_size": 4.0}, "chunk_size is 4.0"),
         ({"alibi_slopes": (1.0,)}, "alibi_slopes has 1 values for 8 query heads"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 4, "window_left": 3}, "excludes window_left"),
@@ -74,6 +90,13 @@ def test_cache_spec_and_limits() -> None:
         KVCacheSpec(1, layout="DHN")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_num_tokens is 0; it must be at least 1"):
         Limits(1, 0, 1)
+    for made, told in (
+        (lambda: KVCacheSpec(10.5), "num_pages is 10.5"),  # type: ignore[arg-type]
+        (lambda: KVCacheSpec(1, 16.0), "page_size is 16.0"),  # type: ignore[arg-type]
+        (lambda: Limits(1, 1, 1e3), "max_model_len is 1000.0"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=f"{told}; it must be a whole number"):
+            made()
 
 
 SPECS = st.builds(

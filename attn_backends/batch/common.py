@@ -153,8 +153,7 @@ class CommonAttentionMetadata:
             num_pages: of the pool, if known.
 
         Raises:
-            ValueError: the batch is empty, a row lacks pages, only some rows have pages, the pool lacks one, or its id
-                is no integer.
+            ValueError: the batch is empty, a row lacks pages, only some rows have pages, or there is no such page.
         """
         named = [(group.request_id, seq) for group in groups for seq in group.sequences]
         rows = [seq for _, seq in named]
@@ -169,9 +168,7 @@ class CommonAttentionMetadata:
         if without:
             compiled = _no_pages(len(rows) + num_padded_reqs)
         else:
-            pages = [
-                np.asarray(seq.pages, None if len(seq.pages) else np.int32) for seq in rows if seq.pages is not None
-            ]
+            pages = [_as_array(seq.pages) for seq in rows if seq.pages is not None]
             check_pages([name for name, _ in named], pages, seq_lens, page_size, num_pages)
             compiled = compile_page_table(pages, seq_lens, new_kv_lens, page_size, num_padded_reqs, num_padded_tokens)
         padded = np.zeros(num_padded_reqs, np.int32)
@@ -241,13 +238,19 @@ class CommonAttentionMetadata:
             exact: whether host lengths are those of the device; else they are upper bounds.
 
         Raises:
-            ValueError: shapes, dtypes or counts do not go together, no row has tokens, or a table is too narrow.
+            TypeError, ValueError: these are no tensors, or shapes, dtypes, counts, lengths or pages do not go together.
         """
         lens_cpu = seq_lens if seq_lens_cpu is None else seq_lens_cpu
         given = BatchTensors(page_size, query_start_loc, query_start_loc_cpu, seq_lens, lens_cpu, page_table,
                              slot_mapping, context_lens_cpu)  # fmt: skip
         fields = given.fields(num_tokens, max_query_len, max_seq_len, num_actual_reqs, exact, for_graph, is_mixed)
         return CommonAttentionMetadata(**fields, csr=csr if fields["num_reqs"] == len(seq_lens) else None)
+
+
+def _as_array(pages: IntArray | Sequence[int]) -> IntArray:
+    """Page ids in the dtype that they have: what is no 32-bit integer is refused and not rounded, by `check_pages` and
+    `compile_page_table`. Of an empty list NumPy would make floats."""
+    return np.asarray(pages, None if len(pages) else np.int32)
 
 
 def _no_pages(num_rows: int) -> CompiledPageTable:

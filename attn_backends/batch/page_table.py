@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,10 +77,10 @@ def compile_page_table(
         raise ValueError(f"page id {wide[wrong.argmax()]} in the page lists: ids count from 0, to {_LAST_PAGE}")
     indices = wide.astype(np.int32)
     table = np.zeros((rows_total, max(1, int(used.max(initial=0)))), np.int32)
-    for i, row_pages in enumerate(trimmed):
-        table[i, : len(row_pages)] = row_pages
-
     indptr = starts_of(np.concatenate([used, np.zeros(num_padded_rows, np.int32)]))
+    for row, (first, stop) in enumerate(pairwise(indptr[: num_rows + 1].tolist())):
+        table[row, : stop - first] = indices[first:stop]
+
     last_page_len = np.zeros(rows_total, np.int32)
     last_page_len[:num_rows] = np.where(seq_lens > 0, (seq_lens - 1) % page_size + 1, 0)
 

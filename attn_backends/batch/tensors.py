@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -49,16 +49,11 @@ class BatchTensors:
         """What `CommonAttentionMetadata` is made of.
 
         Raises:
+            TypeError: what must be a tensor is none.
             ValueError: a tensor has another shape or dtype, no row has tokens, counts do not go together, or a row is
                 longer than its pages.
         """
-        try:
-            num_rows = len(self.seq_lens)
-            has_right_forms = self._have_right_forms(num_rows)
-        except (AttributeError, TypeError):  # some is no tensor, or one without dimensions
-            num_rows, has_right_forms = 0, False
-        if not has_right_forms:
-            self._refuse_forms(num_rows)
+        num_rows = self._num_rows()
         lens = self._on_host()
         longest, shortest = (int(each) for each in (lens.query_lens.max(), lens.query_lens.min()))
         live: IntArray | None = None if shortest > 0 else np.flatnonzero(lens.query_lens).astype(np.int32)
@@ -91,6 +86,16 @@ class BatchTensors:
             return padded if is_mixed else {**padded, **self._equal_rows(lens, tokens, actual)}
         longest = longest if max_query_len is None else max_query_len
         return {**shared, "max_query_len": longest, **self._live(lens, live, last)}
+
+    def _num_rows(self) -> int:
+        """R, once all are tensors of the right shapes and dtypes, in the right place."""
+        try:
+            num_rows = len(self.seq_lens)
+            if self._have_right_forms(num_rows):
+                return num_rows
+        except (AttributeError, TypeError):  # some is no tensor, or one without dimensions
+            num_rows = 0
+        self._refuse_forms(num_rows)
 
     def _on_host(self) -> LensOnHost:
         starts: IntArray = self.query_start_loc_cpu.numpy().astype(np.int32)
@@ -177,7 +182,7 @@ class BatchTensors:
             and num_rows > 0 and self.page_size > 0
         )  # fmt: skip
 
-    def _refuse_forms(self, rows: int) -> None:
+    def _refuse_forms(self, rows: int) -> NoReturn:
         """Raise for the first tensor of another shape, dtype or place, or what is no tensor."""
         self._refuse_others()
         for name, shape, dtype in (

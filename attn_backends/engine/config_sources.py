@@ -38,6 +38,8 @@ def load_config(
 ) -> EngineConfig:
     """Settings from, weakest first: defaults, a YAML file, environment variables, overrides.
 
+    A backend may be registered after this: its name and options are looked up where an engine is made.
+
     Args:
         path: YAML file, or None.
         overrides: values by dotted key, such as `{"cache.page_size": 32}`; a value of None is as if absent.

@@ -41,6 +41,8 @@ RELEASES = (
             "Metadata may name the spec that a step is `planned_for`: `AttentionImpl.forward` refuses it to others.",
             "A step has `check_plan`, which `AttentionImpl.forward` calls before it writes: a backend that holds one "
             "plan a group raises a `RuntimeError` there for a step of an earlier one. By default nothing is refused.",
+            "`attn_backends` itself offers `validate_options`, `as_kv_cache`, `copy_pages` and `swap_pages`. Builders, "
+            "states, impls and `Plans` refuse options that are a mapping: they take what `validate_options` returns.",
         ),
     ),
     ContractRelease(

@@ -35,7 +35,7 @@ def refuse_raw_options(options: Any) -> None:
     if isinstance(options, Mapping):
         raise TypeError(
             f"options is a {type(options).__name__}; select_backend takes one, and what it chose takes the options "
-            "validated: pass validate_options(name, options) of attn_backends.registry"
+            "validated: pass attn_backends.validate_options(name, options)"
         )
 
 

@@ -132,6 +132,15 @@ def test_errors_name_the_request() -> None:
     assert from_groups(last, 4, num_pages=10).page_table.tolist() == [[0, 0], [2, 9]]
     with pytest.raises(ValueError, match="request 'b' has page 9, and the pool pages 0 to 8"):
         from_groups(last, 4, num_pages=9)
+    for pages in ([1.7], [0, 1.0], np.array([1.7], np.float32), ["a"], [True]):
+        with pytest.raises(ValueError, match=r"request 'c' has page ids in .*: pass integers"):
+            from_groups([SequenceGroup("c", (SequenceData(0, 1, pages),))], 4)  # type: ignore[arg-type]
+    for far in (-1, 2**31, 2**40):
+        for pages in ([far], np.array([far])):
+            with pytest.raises(ValueError, match=f"page id {far} in the page lists: ids count from 0, to 2147483647"):
+                from_groups([SequenceGroup("c", (SequenceData(0, 1, pages),))], 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="page_size is 0; it must be at least 1, as the pool's is"):
+        from_groups(last, 0)
     mixed = [SequenceGroup("a", (SequenceData(0, 1, None),)), SequenceGroup("b", (SequenceData(0, 1, [0]),))]
     with pytest.raises(ValueError, match=r"requests \['a'\] have no pages while others have"):
         from_groups(mixed, 4)

@@ -114,6 +114,12 @@ def test_a_mixed_graphs_batch_keeps_its_rows() -> None:
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("page_table has shape", {"page_table": torch.zeros(9, 3, dtype=torch.int32)}),
+    (
+        r"page_table has shape \(3,\); it must have 2 dimensions, \[rows, pages a row\]",
+        {"page_table": torch.zeros(3, dtype=torch.int32)},
+    ),
+    (r"seq_lens has shape \(\); it must have 1 dimension, \[rows\]", {"seq_lens": torch.tensor(5)}),
+    ("page_size is 0; it must be at least 1", {"page_size": 0}),
     ("in torch.int64", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),
     ("last stride of 1", {"page_table": torch.zeros(3, 2, dtype=torch.int32).t()}),
     ("page_table holds 1 pages", {"page_table": torch.zeros(2, 1, dtype=torch.int32)}),
@@ -131,13 +137,31 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("told", "changes"), WRONG, ids=[told for told, _ in WRONG])
-def test_what_does_not_go_together_is_refused(told: str, changes: dict[str, Any]) -> None:
+def small() -> dict[str, Any]:
+    """The arguments of a right batch of two rows."""
     lens, starts = torch.tensor([5, 9], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
-    right: dict[str, Any] = {
+    return {
         "page_size": PAGE_SIZE, "query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": lens,
         "seq_lens_cpu": lens, "page_table": torch.zeros(2, 3, dtype=torch.int32), "slot_mapping": torch.arange(4),
     }  # fmt: skip
-    CommonAttentionMetadata.from_tensors(**right)
+
+
+@pytest.mark.parametrize(("told", "changes"), WRONG, ids=[told for told, _ in WRONG])
+def test_what_does_not_go_together_is_refused(told: str, changes: dict[str, Any]) -> None:
+    CommonAttentionMetadata.from_tensors(**small())
     with pytest.raises(ValueError, match=told):
-        CommonAttentionMetadata.from_tensors(**(right | changes))
+        CommonAttentionMetadata.from_tensors(**(small() | changes))
+
+
+NAMES = ("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "page_table", "slot_mapping")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "context_lens_cpu"])
+def test_what_is_no_tensor_is_refused_by_name(name: str) -> None:
+    right = small() | {"context_lens_cpu": torch.zeros(2, dtype=torch.int32)}
+    for given, kind in ((right[name].numpy(), "numpy.ndarray"), (right[name].tolist(), "list")):
+        with pytest.raises(TypeError, match=rf"{name} is a {kind}; .* torch.as_tensor\({name}\)"):
+            CommonAttentionMetadata.from_tensors(**(right | {name: given}))
+    if name in ("query_start_loc", "query_start_loc_cpu", "page_table"):
+        with pytest.raises(TypeError, match=f"{name} is None; it must be a torch.Tensor"):
+            CommonAttentionMetadata.from_tensors(**(right | {name: None}))

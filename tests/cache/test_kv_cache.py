@@ -263,6 +263,18 @@ def test_gathers(layout: Layout, dtype: torch.dtype) -> None:
     assert torch.equal(as_bytes(gather_slots(cache.key, slots, few)).view(3, -1), tokens[slots])
 
 
+@each_cache
+@pytest.mark.parametrize("page", [-3, PAGES])
+def test_gathers_of_pages_that_are_not_there_are_refused(layout: Layout, dtype: torch.dtype, page: int) -> None:
+    """Also negative ones, which an index would count from the end."""
+    cached = make_pool(layout, dtype).layers[0].key
+    for index in (torch.int32, torch.int64):
+        with pytest.raises(IndexError):
+            gather_pages(cached, torch.tensor([1, page], dtype=index))
+        with pytest.raises(IndexError):
+            gather_slots(cached, torch.tensor([1, page * PAGE_SIZE + 1], dtype=index))
+
+
 @pytest.mark.parametrize("layouts", [{"NHD"}, {"HND"}, {"HND", "NHD"}], ids=sorted)
 def test_layout(layouts: set[Layout]) -> None:
     """A wish is used or refused; without one it is NHD if that is served."""

@@ -85,6 +85,15 @@ def test_unknown_names_the_nearest() -> None:
     assert issubclass(UnknownBackendError, ValueError)
 
 
+def test_what_is_no_name_and_no_layer_is_said() -> None:
+    for call in (select_backend, explain):
+        with pytest.raises(UnknownBackendError, match="no backend is named None; known: AUTO, TORCH"):
+            call(None, SPECS, CACHE, "cpu")  # type: ignore[operator]
+        for name in ("TORCH", "AUTO"):
+            with pytest.raises(ValueError, match="no layer to serve: give each layer's AttentionSpec"):
+                call(name, [], CACHE, "cpu")  # type: ignore[operator]
+
+
 def test_register_a_class_a_target_and_by_decorator() -> None:
     one, two = fake_backend("ONE"), fake_backend("TWO")
     register_backend("one", one)
