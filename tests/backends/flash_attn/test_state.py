@@ -395,7 +395,7 @@ def test_steps_of_others_are_refused() -> None:
         other.impl.forward(*given, step)
     with pytest.raises(ValueError, match="query has shape"):
         layer.impl.forward(batch.query[:1], *given[1:], step)
-    with pytest.raises(ValueError, match="pass kv_cache or key"):
+    with pytest.raises(ValueError, match="their cache was not given: pass kv_cache"):
         layer.impl.forward(*given[:3], None, step)
 
 
