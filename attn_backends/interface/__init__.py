@@ -4,9 +4,10 @@ from attn_backends.interface.backend import AttentionBackend
 from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection, Unsupported
 from attn_backends.interface.contract import CONTRACT, ContractMismatch, check_contract
 from attn_backends.interface.impl import AttentionImpl
-from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadataBuilder, AttentionStep, PlannedStep
+from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.interface.plans import Plans
 from attn_backends.interface.state import AttentionState, GraphState
+from attn_backends.interface.steps import AttentionStep, PlannedStep
 
 __all__ = [
     "CONTRACT",

@@ -11,8 +11,8 @@ import torch
 
 from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.cache.views import layer_cache
-from attn_backends.interface.metadata import AttentionStep, PlannedStep, StepT
 from attn_backends.interface.refusals import refuse_raw_options
+from attn_backends.interface.steps import AttentionStep, PlannedStep, StepT
 from attn_backends.spec import AttentionSpec, KVCacheSpec, cached_kv_shapes, new_kv_shapes
 
 

@@ -19,8 +19,9 @@ from attn_backends.batch.views import slice_rows
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.interface.impl import AttentionImpl
-from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadataBuilder, AttentionStep
+from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.interface.state import AttentionState, GraphState
+from attn_backends.interface.steps import AttentionStep
 from attn_backends.machine import Progress
 
 EachT = TypeVar("EachT")

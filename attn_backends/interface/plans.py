@@ -12,9 +12,10 @@ from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, Se
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface.backend import AttentionBackend
 from attn_backends.interface.impl import AttentionImpl
-from attn_backends.interface.metadata import AttentionMetadataBuilder, AttentionStep, MetadataT
+from attn_backends.interface.metadata import AttentionMetadataBuilder, MetadataT
 from attn_backends.interface.refusals import refuse_raw_options
 from attn_backends.interface.state import AttentionState
+from attn_backends.interface.steps import AttentionStep
 from attn_backends.machine import Progress
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, LayerT, Limits, plan_groups
 

@@ -11,8 +11,9 @@ import torch
 
 from attn_backends.graphs.inputs import GraphInputs, GraphTensors
 from attn_backends.interface.capabilities import Rejection, Unsupported
-from attn_backends.interface.metadata import AttentionStep, MetadataT, StepT
+from attn_backends.interface.metadata import MetadataT
 from attn_backends.interface.refusals import refuse_raw_options
+from attn_backends.interface.steps import AttentionStep, StepT
 from attn_backends.machine import Progress
 from attn_backends.spec import KVCacheSpec, Limits, PlanGroup
 
