@@ -132,7 +132,7 @@ PROVIDER_CAN = {provider.name: provider.capabilities() for provider in PROVIDERS
 
 
 def ours(name: str, problem: Problem, options: dict[str, Any], plain: bool = False) -> Made:
-    """A backend without and with the write of new keys, over one plan. It gets the problem as it can serve it.
+    """A backend without and with the write of new keys. It gets the problem as it can serve it.
 
     Args:
         plain: without the write alone, and of a mixed batch no other way than the backend's own.
@@ -157,7 +157,8 @@ def ours(name: str, problem: Problem, options: dict[str, Any], plain: bool = Fal
     is_capturable = backend.capabilities().cuda_graph > CudaGraphSupport.NEVER and not problem.shape.is_prefill
     if not is_capturable or not builder.can_run_in_cudagraph(common):
         built = [builder.build(0, of) for of in (without_new_keys(fitting.common), fitting.common)]
-        made = captured(*map(state.begin_forward, built), None)
+        step, other = state.begin_forward(built[0]), None if plain else parts_of(name, fitting, options).state
+        made = captured(step, step if other is None else other.begin_forward(built[1]), other)  # a state of its own
         side_by_side = label
         for suffix, changes in OTHERWISE.items() if name == "TRITON" and problem.shape.decodes and not plain else ():
             label = side_by_side + suffix
