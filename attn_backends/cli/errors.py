@@ -43,8 +43,14 @@ def clear_errors() -> Iterator[None]:
     except Exception as error:
         if _interrupted.is_set():
             raise KeyboardInterrupt from error
-        _tell(error)
+        if not _is_of_output(error):
+            _tell(error)
         raise
+
+
+def _is_of_output(error: Exception) -> bool:
+    """Whether what is printed found no room: an error of a file has its name."""
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
 
 
 def _tell(error: Exception) -> None:
@@ -72,6 +78,12 @@ class Commands(TyperGroup):
             code = super().main(args, standalone_mode=False, **more)
         except _UsageError as error:
             code = tell_usage(error)
+        except OSError as error:
+            if not _is_of_output(error):
+                raise
+            _drop_output()
+            _print(f"what this prints cannot be written: {error.strerror}")
+            code = EXIT_FAILED
         if not standalone_mode:
             return code
         sys.exit(code or 0)
@@ -83,17 +95,21 @@ class Commands(TyperGroup):
             if sys.stdout is not None:
                 sys.stdout.flush()
         except BrokenPipeError:
-            # Whoever read our output has gone: what is left of it goes nowhere, also at the interpreter's end.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in (sys.stdout, sys.stderr):
-                try:
-                    stream.flush()
-                except (OSError, AttributeError):
-                    os.dup2(nowhere, stream.fileno())
+            _drop_output()  # whoever read it has gone
             raise typer.Exit(0) from None
         except KeyboardInterrupt as error:
             _end("interrupted", EXIT_INTERRUPTED, error)
         return result
+
+
+def _drop_output() -> None:
+    """What is left of output that cannot be written goes nowhere, also at the interpreter's end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, AttributeError):
+            os.dup2(nowhere, stream.fileno())
 
 
 _interrupted = threading.Event()

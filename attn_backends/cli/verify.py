@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attn_backends.cli.errors import Screen, clear_errors
+from attn_backends.cli.errors import EXIT_INTERRUPTED, Screen, clear_errors
 from attn_backends.cli.tables import bar
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def verify(
     that it serves together, is in some case; open ranges have their ends and 8 values between.
 
     Every tensor lies in guard bands, so that a write or a read beyond it is found too. The exit status is 1 if anything
-    was found, and the report has one command for each finding that repeats it.
+    was found, and the report has one command for each finding that repeats it; it is 130 if Ctrl-C ended the run.
     """
     with clear_errors():
         _check_together(declared, covered, where)
@@ -85,7 +85,7 @@ def verify(
         report = _run_many(asked, planned, most, workers, package)
         _save(report, json_file)
     _print_report(report)
-    raise typer.Exit(EXIT_FOUND if report["findings"] else 0)
+    raise typer.Exit(EXIT_FOUND if report["findings"] else EXIT_INTERRUPTED if report["interrupted"] else 0)
 
 
 def _save(report: dict[str, Any], file: Path | None) -> None:
@@ -239,9 +239,10 @@ def _print_report(report: dict[str, Any]) -> None:
     if len(report["findings"]) > _MOST_SHOWN:
         console.print(f"and {len(report['findings']) - _MOST_SHOWN} more: --json has all of them")
     rate = report["num_cases"] / max(1e-9, report["seconds"])
+    end = ", interrupted" if report["interrupted"] else ", without what was under way" if report["unfinished"] else ""
     console.print(
         f"{report['num_cases']} cases, {report['num_steps']} steps in {report['seconds']:.0f} s ({rate:.1f} cases a "
-        f"second): {len(report['findings'])} findings{', interrupted' if report['interrupted'] else ''}",
+        f"second): {len(report['findings'])} findings{end}",
         highlight=False,
     )
 

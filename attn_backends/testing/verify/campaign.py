@@ -44,7 +44,8 @@ class Tally:
     worst: dict[str, float] = field(default_factory=dict)
     worst_seeds: dict[str, int] = field(default_factory=dict)
     findings: list[dict[str, Any]] = field(default_factory=list)
-    interrupted: bool = False
+    interrupted: bool = False  # by Ctrl-C
+    unfinished: bool = False  # what was under way at the end is not among the cases
 
     def add(self, outcome: Outcome) -> None:
         self.num_cases += 1
@@ -123,8 +124,10 @@ def run_campaign(
                 on_case(tally)
                 if len(tally.findings) >= MOST_FINDINGS:
                     jobs.end()
-    except (KeyboardInterrupt, queue.Empty):  # what ran until then is reported; what hangs at the end is not awaited
+    except KeyboardInterrupt:  # what ran until then is reported
         tally.interrupted = True
+    except queue.Empty:  # what hangs at the end is not awaited
+        tally.unfinished = True
     return tally
 
 

@@ -41,6 +41,7 @@ def as_report(asked: Asked, tally: Tally, planned: Planned, seconds: float, pack
         "first_seed": planned.first_seed,
         "seconds": round(seconds, 1),
         "interrupted": tally.interrupted,
+        "unfinished": tally.unfinished,
         "num_cases": tally.num_cases,
         "num_steps": tally.num_steps,
         "cases": dict(sorted(tally.cases.items())),

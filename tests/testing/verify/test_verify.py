@@ -24,7 +24,7 @@ from attn_backends.spec import AttentionSpec, MLASpec
 from attn_backends.testing.cases.batches import as_bits, stored
 from attn_backends.testing.cases.features import undeclared
 from attn_backends.testing.cases.models import published_models
-from attn_backends.testing.verify import worker
+from attn_backends.testing.verify import campaign, worker
 from attn_backends.testing.verify.campaign import Jobs
 from attn_backends.testing.verify.cases import Case, draw_case
 from attn_backends.testing.verify.data import as_read, cache_of, page_lists
@@ -246,6 +246,22 @@ def test_what_is_under_way_at_the_end_is_awaited_for_a_minute_in_all() -> None:
     ended = Jobs([], time.monotonic() + 1000)
     ended.end()
     assert 59 < ended.awaited_s < 61
+
+
+def test_ctrl_c_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """130, with a report of what ran until then."""
+    run_campaign = campaign.run_campaign
+
+    def interrupted(*given: Any) -> Any:
+        def on_case(_: Any) -> None:
+            raise KeyboardInterrupt
+
+        return run_campaign(*given[:-1], on_case)
+
+    monkeypatch.setattr(campaign, "run_campaign", interrupted)
+    done = CliRunner().invoke(app, ["verify", "TORCH", "--cases", "3", "--workers", "1", "--size", "small"])
+    assert done.exit_code == 130, done.output
+    assert re.search(r"1 cases, .*: 0 findings, interrupted", done.output)
 
 
 def test_one_case_alone() -> None:

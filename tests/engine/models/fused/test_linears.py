@@ -76,6 +76,28 @@ def test_packed_linears(merge: bool) -> None:
     torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
 
 
+class Router(torch.nn.Module):
+    """It reads its layer's weight, as HunYuan's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wg, self.other = torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 32)
+        self.gate_proj, self.up_proj = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.wg(tokens.to(self.wg.weight.dtype)).to(self.up_proj.weight.dtype)
+        return self.other(self.gate_proj(hidden) * self.up_proj(hidden))
+
+
+@needs_packing
+def test_layers_whose_weights_are_read_are_left_alone() -> None:
+    router, tokens = Router().requires_grad_(False), torch.randn(3, 64)
+    expected = router(tokens)
+    assert merge_projections(router) == 0
+    assert pack_linears(router) == 2
+    torch.testing.assert_close(router(tokens), expected, atol=1e-5, rtol=1e-5)
+
+
 @needs_packing
 def test_float16_is_not_packed() -> None:
     assert pack_linears(torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.float16))) == 0
