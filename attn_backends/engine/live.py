@@ -45,6 +45,11 @@ class LiveRequests:
     def __iter__(self) -> Iterator[LiveRequest]:
         return iter(self._live.values())
 
+    @property
+    def have_ended(self) -> bool:
+        """Whether some have ended, whose last chunks `take_finished` gives."""
+        return bool(self._finished)
+
     def add(self, item: LiveRequest, is_streaming: bool) -> None:
         """One more. Unless it is streaming, its tokens become text all at once when it has ended."""
         self._live[item.request.request_id] = item

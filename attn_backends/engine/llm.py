@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from attn_backends.cache.kv_cache import page_bytes
+from attn_backends.engine.calls import ChunkCall, Chunks, Launch, launched
 from attn_backends.engine.config import EngineConfig, SamplingParams
 from attn_backends.engine.live import Detokenizer, LiveRequest, LiveRequests
 from attn_backends.engine.models.kv_scales import kv_scales
@@ -18,7 +19,7 @@ from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.outputs import Prompt, Report, RequestOutput, Stats, TextChunk, silent
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.prompts import check_prompts, check_sampling, render_prompt, why_not_served, why_not_text
-from attn_backends.engine.request import Request, ScheduledBatch, salts_for
+from attn_backends.engine.request import Request, salts_for
 from attn_backends.engine.resolve import (
     attention_specs,
     choose_backend,
@@ -29,24 +30,14 @@ from attn_backends.engine.resolve import (
     with_cache_dtype,
 )
 from attn_backends.engine.runner import ModelRunner
-from attn_backends.engine.sampler import PendingTokens, Sampler
+from attn_backends.engine.sampler import Sampler
 from attn_backends.engine.scheduler import Scheduler
-from attn_backends.engine.warm_up import run_products, run_steps
+from attn_backends.engine.warm_up import make_ready
 from attn_backends.graphs.recorder import GraphRecorder
 from attn_backends.registry import AUTO, get_entry, select_backend, validate_options
 from attn_backends.spec import Limits
 
 _Given = tuple[Prompt, SamplingParams, str | None]  # the last is a salt
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """A batch whose steps the device has been given."""
-
-    batch: ScheduledBatch
-    sampled: Sequence[Request]
-    last_tokens: torch.Tensor  # [num_rows] i64, on the device
-    tokens: PendingTokens
 
 
 class LLM:
@@ -68,6 +59,8 @@ class LLM:
         self.model = model
         self.stats = Stats()
         self._live = LiveRequests()
+        self._call = ChunkCall()
+        self._is_in_order = True  # no call has left requests, pages or rows behind
         specs = {layer: with_cache_dtype(probe.spec, config) for layer, probe in model.layers.items()}
         max_model_len = longest_request(config, model.max_model_len)
         self.selection = choose_backend(config, specs, max_model_len, device)
@@ -88,21 +81,10 @@ class LLM:
         self.scheduler.on_release = self.runner.forget
         self.scheduler.on_finish = self._live.end
         self.sampler = Sampler(config.seed)
-        self._make_ready(limits, report, recorder)
+        make_ready(self.runner, self.sampler, config, limits, self.allocator.num_pages, report, recorder)
         # A GPU goes on with the next batch while the host looks at the last one's tokens; on a CPU there is no "while".
         self.launches_ahead = device.type != "cpu"
         self._num_requests = 0
-
-    def _make_ready(self, limits: Limits, report: Report, recorder: GraphRecorder | None) -> None:
-        """Compile kernels, capture graphs and run steps, as far as the config asks for it."""
-        config, runner, num_pages = self.config, self.runner, self.allocator.num_pages
-        if config.warm_up:
-            runner.state.warm_up(lambda done, total, name: report(f"compiling kernels: {name}", done, total))
-        runner.capture_graphs(config.graphs, report, recorder)
-        if config.warm_up and runner.device.type != "cpu":
-            most_steps = config.scheduler.decode_steps_per_launch
-            run_steps(runner, self.sampler, limits, num_pages, most_steps, report)
-            run_products(runner, self.sampler, limits, num_pages, report)
 
     @classmethod
     def from_pretrained(
@@ -162,8 +144,11 @@ class LLM:
             TypeError: `prompts` is no list, a prompt no text or list of token ids, or `sampling` no `SamplingParams`.
             ValueError: there are not as many sampling parameters as prompts.
         """
-        chunks = self._chunks(self._checked(prompts, sampling, cache_salt), in_pieces=False)
-        return sorted((chunk.output for chunk in chunks if chunk.output), key=lambda output: output.index)
+        chunks = self._begun(self._checked(prompts, sampling, cache_salt), in_pieces=False)
+        try:
+            return sorted((chunk.output for chunk in chunks if chunk.output), key=lambda output: output.index)
+        finally:
+            chunks.close()
 
     def stream(
         self,
@@ -172,7 +157,7 @@ class LLM:
         cache_salt: str | Sequence[str | None] | None = None,
     ) -> Iterator[TextChunk]:
         """The same, by pieces as tokens are made; errors come at once. Closing the iterator early aborts what runs."""
-        return self._chunks(self._checked(prompts, sampling, cache_salt), in_pieces=True)
+        return self._begun(self._checked(prompts, sampling, cache_salt), in_pieces=True)
 
     def _checked(
         self,
@@ -184,10 +169,17 @@ class LLM:
         params = check_sampling(sampling, self.config.sampling, len(prompts))
         return [*zip(prompts, params, salts_for(cache_salt, len(prompts)), strict=True)]
 
-    def _chunks(self, given: Sequence[_Given], *, in_pieces: bool) -> Iterator[TextChunk]:
+    def _begun(self, given: Sequence[_Given], *, in_pieces: bool) -> Chunks:
+        call = ChunkCall()
+        return call.of(self._chunks(call, given, in_pieces))
+
+    def _chunks(self, call: ChunkCall, given: Sequence[_Given], in_pieces: bool) -> Chunks:
         """`stream`; if not `in_pieces`, whole texts where nothing needs to be found in them on the way."""
-        if self._live:
+        if self._live and self._call.goes_on:
             raise RuntimeError("this LLM is already streaming: exhaust or close that iterator first")
+        if not self._is_in_order:  # the last call was interrupted as it ended, or is held at its last chunk
+            self._drop_all()
+        self._call, self._is_in_order = call, False
         started = time.perf_counter()
         self.stats = Stats(num_prompts=len(given), num_pages=self.allocator.num_pages)
         before = self._counters()
@@ -195,19 +187,37 @@ class LLM:
         try:
             self._admit(given, in_pieces)
             yield from self._live.take_finished()
-            launch: _Launch | None = None
-            while self._live:  # at the end, what still runs ahead is for nobody
+            launch: Launch | None = None
+            while self._call is call and self._live:  # at the end, what still runs ahead is for nobody
                 launch = yield from self._step(launch or self._begin())
                 self.stats.seconds = time.perf_counter() - started
-        finally:
-            for item in self._live:
+            self._is_in_order = self._is_in_order or self._call is call
+        except GeneratorExit:  # what was computed so far can still be found by later prompts
+            for item in self._live if self._call is call else ():
                 self.scheduler.abort(item.request.request_id)
-            self._live.clear()
+            raise
+        finally:
+            if self._call is call and not self._is_in_order:
+                self._drop_all()
             hits, preemptions, replays = (now - then for now, then in zip(self._counters(), before, strict=True))
             self.stats.num_prefix_hit_tokens, self.stats.num_preemptions = hits, preemptions
             self.stats.num_graph_steps = replays
             self.stats.peak_pages = self.allocator.peak_used
             self.stats.seconds = time.perf_counter() - started
+
+    def _drop_all(self) -> None:
+        """Forget all requests and give back all pages and rows, whatever was interrupted; if this is, once more."""
+        try:
+            self._drop()
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        self.scheduler.drop_all()
+        self.runner.forget_all()
+        self._live.clear()
+        self._is_in_order = True
 
     def render_prompt(self, text: str, chat: bool | None = None) -> Prompt:
         """A user's message as the model wants it: wrapped in its chat template, or as it is.
@@ -245,7 +255,7 @@ class LLM:
                 self.scheduler.add(request)
             self.stats.num_prompt_tokens += len(token_ids)
 
-    def _step(self, launch: _Launch | None) -> Generator[TextChunk, None, _Launch | None]:
+    def _step(self, launch: Launch | None) -> Generator[TextChunk, None, Launch | None]:
         """Wait for what a launch sampled, and hand it out. Returns the launch that follows, if one does."""
         ahead = self._follow(launch) if launch and self.launches_ahead else None
         if launch:
@@ -263,32 +273,26 @@ class LLM:
         yield from self._live.take_finished()
         return ahead or (self._follow(launch) if launch and not self.launches_ahead else None)
 
-    def _begin(self) -> _Launch | None:
-        """Launch what the scheduler chooses."""
+    def _begin(self) -> Launch | None:
+        """Launch what the scheduler chooses; None if all that live have ended."""
         batch = self.scheduler.schedule()
         if batch is None:
+            if not self._live.have_ended:
+                raise RuntimeError(
+                    f"{len(self._live)} requests have not ended and none can run, with {self.allocator.num_used} of "
+                    f"{self.allocator.num_pages} pages in use: this is a fault of the engine; its requests are dropped"
+                )
             return None
         batch = self.runner.arrange(batch)
-        return self._launch(batch, self.runner.run(batch))
+        return launched(self.runner, self.sampler, self.stats, batch, self.runner.run(batch))
 
-    def _follow(self, launch: _Launch) -> _Launch | None:
+    def _follow(self, launch: Launch) -> Launch | None:
         """Launch the same rows, each one token further, if the scheduler need not choose anew."""
         batch = self.scheduler.follow(launch.batch) if self.runner.can_follow else None
         if batch is None:
             return None
         self.runner.grow(batch)
-        return self._launch(batch, self.runner.run_next(launch.last_tokens))
-
-    def _launch(self, batch: ScheduledBatch, logits: torch.Tensor) -> _Launch:
-        """Sample, and run the other steps of a batch. Nobody waits for the device."""
-        sampled, num_ahead = batch.sampled, batch.num_ahead
-        each = [self.sampler.choose(logits, sampled, num_ahead)]
-        for further in range(1, batch.num_steps):
-            logits = self.runner.run_next(each[-1][0])
-            each.append(self.sampler.choose(logits, sampled, num_ahead + further))
-        self.stats.num_steps += batch.num_steps
-        tokens, largest = zip(*each, strict=True)
-        return _Launch(batch, sampled, tokens[-1], PendingTokens(tokens, largest))
+        return launched(self.runner, self.sampler, self.stats, batch, self.runner.run_next(launch.last_tokens))
 
     def _counters(self) -> tuple[int, int, int]:
         return self.scheduler.num_prefix_hit_tokens, self.scheduler.num_preemptions, self.runner.num_replays

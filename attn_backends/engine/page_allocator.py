@@ -114,6 +114,19 @@ class PageAllocator:
                 else:
                     self._free.append(page)
 
+    def free_all(self) -> None:
+        """Take all references back. Published pages stay in the cache, those that were in use to be evicted last.
+
+        Only what was published is asked of what is there, so it mends what an interrupted call left.
+        """
+        self._digest_of = {page: key for page, key in self._digest_of.items() if self._page_of.get(key) == page}
+        self._page_of = {key: page for page, key in self._digest_of.items()}
+        unused = [page for page in self._cached if page in self._digest_of]
+        used = [page for page in reversed(self._digest_of) if page not in self._cached]
+        self._cached = OrderedDict.fromkeys([*unused, *used])
+        self._free = [page for page in range(self.num_pages - 1, -1, -1) if page not in self._digest_of]
+        self._refcounts = [0] * self.num_pages
+
     def extend_digests(self, digests: list[bytes], token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         """Append the digests of a sequence's full pages that `digests` does not have yet.
 

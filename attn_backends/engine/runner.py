@@ -130,6 +130,11 @@ class ModelRunner:
         if self._num_pages.pop(request.request_id, None) is not None:
             self.table.leave(request.request_id)
 
+    def forget_all(self) -> None:
+        """Give up all rows, also those that an interrupted edit left half there."""
+        self._num_pages.clear()
+        self.table.clear()
+
     def arrange(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Bring the page table up to date with a batch's requests; returns the batch in the order of its rows."""
         names = [request.request_id for request in batch.requests]

@@ -159,6 +159,16 @@ class Scheduler:
         if request := self._unfinished.get(request_id):
             self.finish(request, "abort")
 
+    def drop_all(self) -> None:
+        """End all requests and free all pages, unannounced; it mends what an interrupted call left half done."""
+        for request in (*self._unfinished.values(), *self.running, *self.waiting):
+            request.finish_reason = request.finish_reason or "abort"
+            request.clear_cache()
+        for kept in (self._unfinished, self.running, self.waiting):
+            kept.clear()
+        self._is_settled = False
+        self.allocator.free_all()
+
     def _by_kind(self) -> tuple[list[Request], list[Request]]:
         """The running requests that decode, and those inside a prompt."""
         decodes: list[Request] = []

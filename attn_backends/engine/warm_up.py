@@ -16,11 +16,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from attn_backends.engine.config import SamplingParams
+from attn_backends.engine.config import EngineConfig, SamplingParams
 from attn_backends.engine.outputs import Report
 from attn_backends.engine.request import Request, ScheduledBatch
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import PendingTokens, Sampler
+from attn_backends.graphs.recorder import GraphRecorder
 from attn_backends.spec import Limits
 
 NAME = "warm up"  # of such requests, and a number
@@ -29,6 +30,19 @@ PENDING_LAUNCHES = 3  # one is waited for, one runs, and one begins
 
 Row = tuple[int, int]  # tokens in the cache, and new ones
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "matmul")  # aten's names
+
+
+def make_ready(
+    runner: ModelRunner, sampler: Sampler, config: EngineConfig, limits: Limits, num_pages: int,
+    report: Report, recorder: GraphRecorder | None,
+) -> None:  # fmt: skip
+    """Compile kernels, capture graphs and run steps, as far as the config asks for it."""
+    if config.warm_up:
+        runner.state.warm_up(lambda done, total, name: report(f"compiling kernels: {name}", done, total))
+    runner.capture_graphs(config.graphs, report, recorder)
+    if config.warm_up and runner.device.type != "cpu":
+        run_steps(runner, sampler, limits, num_pages, config.scheduler.decode_steps_per_launch, report)
+        run_products(runner, sampler, limits, num_pages, report)
 
 
 def run_steps(

@@ -43,5 +43,9 @@ class PageSets:
     def clear(self, row: int) -> None:
         self._bits[self._start[row] : self._start[row] + self._width] = 0
 
+    def clear_all(self) -> None:
+        self._bits[:] = 0
+        self._start[:] = np.arange(len(self._start)) * self._width
+
     def swap(self, first: int, second: int) -> None:
         self._start[[first, second]] = self._start[[second, first]]

@@ -132,6 +132,16 @@ class PageRows:
         del self._row_of[request_id]
         return row
 
+    def clear(self) -> None:
+        """Take all rows away. Nothing is asked of what is there, so it mends what an interrupted edit left."""
+        self.num_moves += 1
+        self.request_ids.clear()
+        self._row_of.clear()
+        self._sets.clear_all()
+        self.num_pages[:] = self.num_sent[:] = 0
+        self.has_unsent = False
+        self._put_in_place()
+
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange two rows, with all that belongs to them."""
         if not (0 <= first < self.num_rows and 0 <= second < self.num_rows):
