@@ -11,6 +11,7 @@ import torch
 from attn_backends.engine.config import EngineConfig
 from attn_backends.engine.models.checkpoint import ModelError, find_model, in_our_words
 from attn_backends.engine.models.context import NewTokens
+from attn_backends.engine.models.end_tokens import check_generation_config, end_tokens
 from attn_backends.engine.models.fused.cpu import fuse_layers
 from attn_backends.engine.models.fused.linears import merge_projections, min_tokens, pack_linears
 from attn_backends.engine.models.fused.llama_form import LayerList
@@ -60,11 +61,12 @@ def load_model(
 
     Raises:
         ConfigError: see `check_acceleration`.
-        ModelError: nothing to load, damaged weights, a model whose attention cannot be replaced, or one that cannot be
+        ModelError: nothing to load, damaged files, wrong end tokens, a model whose attention cannot be replaced, or one that cannot be
             compiled.
     """
     path = find_model(config.model, convert_gguf, report)
     hf_config = read_config(path, config.trust_remote_code)
+    check_generation_config(path)
     report("loading the weights")
     dtype = model_dtype(config, hf_config, device)
     model, tokenizer = read_model(path, hf_config, dtype, config.trust_remote_code)
@@ -123,21 +125,23 @@ def ready_model(
 
     Raises:
         ConfigError: see `check_acceleration`.
-        ModelError: its attention does not come through the attention interface, or hides a mask; or it cannot be
-            compiled.
+        ModelError: its attention does not come through the attention interface, or hides a mask; its end tokens are
+            none of its vocabulary; or it cannot be compiled.
     """
     check_acceleration(how, model.device)
     model.eval().requires_grad_(False)
     use_latent_attention(model)
     layers = probe_layers(model)
+    vocab_size = model.get_input_embeddings().num_embeddings
+    eos_token_ids = end_tokens(model, tokenizer, vocab_size, folder)
     min_tokens = accelerate(model, stages) if how == "on" else 1
     loaded = LoadedModel(
         module=model,
         tokenizer=tokenizer,
         layers=layers,
         max_model_len=most_positions(model.config.get_text_config()),
-        vocab_size=model.get_input_embeddings().num_embeddings,
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
         min_tokens=min_tokens,
         folder=folder,
     )
@@ -146,14 +150,6 @@ def ready_model(
     from attn_backends.engine.models.compiled import compile_model  # loads the compiler: half a second
 
     return compile_model(loaded, model.device, report)
-
-
-def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The generation config's end tokens, else the tokenizer's."""
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = tokenizer.eos_token_id
-    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
 
 
 def accelerate(model: Any, stages: Collection[Stage] = STAGES) -> int:
