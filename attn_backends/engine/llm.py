@@ -21,11 +21,10 @@ from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.prompts import check_prompts, check_sampling, render_prompt, why_not_served, why_not_text
 from attn_backends.engine.request import Request, salts_for
 from attn_backends.engine.resolve import (
-    attention_specs,
+    check_backend,
     choose_backend,
     longest_request,
     pool_for,
-    possible_caches,
     resolve_device,
     with_cache_dtype,
 )
@@ -34,7 +33,7 @@ from attn_backends.engine.sampler import Sampler
 from attn_backends.engine.scheduler import Scheduler
 from attn_backends.engine.warm_up import make_ready
 from attn_backends.graphs.recorder import GraphRecorder
-from attn_backends.registry import AUTO, get_entry, select_backend, validate_options
+from attn_backends.registry import validate_options
 from attn_backends.spec import Limits
 
 _Given = tuple[Prompt, SamplingParams, str | None]  # the last is a salt
@@ -115,11 +114,7 @@ class LLM:
             config = config.model_copy(update={"model": str(model)})
         device = resolve_device(config.device)
         check_acceleration(config.accelerate, device)
-        if config.backend.upper() != AUTO:  # it refuses before the weights are read
-            get_entry(config.backend)
-            specs = attention_specs(config, device)
-            caches = possible_caches(config)
-            select_backend(config.backend, specs, caches, device, options=config.backend_options)
+        check_backend(config, device)
         loaded = load_model(config, device, report)
         report("setting up the engine")
         return cls(config, loaded, device, report, recorder)

@@ -10,9 +10,9 @@ import torch
 
 from attn_backends.cache.kv_cache import page_bytes
 from attn_backends.engine.config import EngineConfig
-from attn_backends.engine.models.load import layer_specs
+from attn_backends.engine.models.load import layer_specs, specs_without_weights
 from attn_backends.machine import bytes_to_allocate
-from attn_backends.registry import Load, Selection, select_backend
+from attn_backends.registry import AUTO, Load, Selection, get_entry, select_backend
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # where the config leaves it open, after those that a backend prefers
@@ -35,8 +35,24 @@ def resolve_device(device: str) -> torch.device:
 
 
 def attention_specs(config: EngineConfig, device: torch.device) -> dict[int, AttentionSpec]:
-    """What the layers of the config's model ask for, over the config's cache. No weights are read."""
+    """What the layers of the config's model ask for, over the config's cache. Few models' weights are read for it."""
     return {layer: with_cache_dtype(spec, config) for layer, spec in layer_specs(config, device).items()}
+
+
+def check_backend(config: EngineConfig, device: torch.device) -> None:
+    """Refuse a named backend before the weights are read, if the model's config file shows what its layers ask for.
+
+    Raises:
+        UnknownBackendError, BackendImportError, ConfigError, Unsupported: as `select_backend`.
+    """
+    if config.backend.upper() == AUTO:
+        return
+    get_entry(config.backend)
+    layers = specs_without_weights(config, device)
+    if layers is None:  # the weights are read next, and the backend is chosen for what they show
+        return
+    specs = {layer: with_cache_dtype(spec, config) for layer, spec in layers.items()}
+    select_backend(config.backend, specs, possible_caches(config), device, options=config.backend_options)
 
 
 def possible_caches(config: EngineConfig) -> list[KVCacheSpec]:

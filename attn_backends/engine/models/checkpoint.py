@@ -27,12 +27,16 @@ class ModelError(ValueError):
     """A model cannot be loaded, or would not run right; the message says why and what to do."""
 
 
+class NeedsWeights(ModelError):
+    """A model does not run without its weights: with them alone it is known what its layers ask for."""
+
+
 @contextmanager
-def in_our_words(what: str) -> Iterator[None]:
+def in_our_words(what: str, kind: type[ModelError] = ModelError) -> Iterator[None]:
     """Whatever a library raises over a folder of anyone's becomes a `ModelError`, with the cause chained.
 
     Raises:
-        ModelError: `what`, and the first line of the cause.
+        ModelError: of `kind`: `what`, and the first line of the cause.
     """
     try:
         yield
@@ -40,7 +44,7 @@ def in_our_words(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # a config reaches code of hundreds of models, which raises anything
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ModelError(f"{what}: {type(error).__name__}: {lines[-1] if lines else error}") from error
+        raise kind(f"{what}: {type(error).__name__}: {lines[-1] if lines else error}") from error
 
 
 def find_model(model: str, convert: Convert, report: Report = silent) -> Path:

@@ -221,6 +221,22 @@ def _check_raw_config(path: Path, trust_remote_code: bool, has_weights: bool) ->
         raise ModelError(f"{path}/config.json: {wrong}")
 
 
+def most_positions(hf_config: Any) -> int:
+    """Most tokens of a request whose keys all turn by the same angles.
+
+    LongRoPE (arXiv 2402.13753) has two sets: transformers takes the one for long texts as soon as a forward reaches
+    beyond `original_max_position_embeddings`, so that a request's tokens would depend on those beside it, and on how
+    its prompt is cut. Shorter ones alone are served.
+    """
+    limit: int = hf_config.max_position_embeddings
+    own = getattr(hf_config, "original_max_position_embeddings", None) or limit
+    ropes = getattr(hf_config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # of all layers, or by their kinds
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            limit = min(limit, rope.get("original_max_position_embeddings") or own)
+    return limit
+
+
 @contextmanager
 def quietly() -> Iterator[None]:
     """Switches off transformers' own progress bars and notes, which would tear ours."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from attn_backends.engine.config import EngineConfig
-from attn_backends.engine.models.checkpoint import ModelError, find_model, in_our_words
+from attn_backends.engine.models.checkpoint import ModelError, NeedsWeights, find_model, in_our_words
 from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.end_tokens import check_generation_config, end_tokens
 from attn_backends.engine.models.fused.cpu import fuse_layers
@@ -20,6 +20,7 @@ from attn_backends.engine.models.hf import (
     NoContext,
     convert_gguf,
     model_without_weights,
+    most_positions,
     read_config,
     read_model,
 )
@@ -61,8 +62,8 @@ def load_model(
 
     Raises:
         ConfigError: see `check_acceleration`.
-        ModelError: nothing to load, damaged files, wrong end tokens, a model whose attention cannot be replaced, or one that cannot be
-            compiled.
+        ModelError: nothing to load, damaged files, wrong end tokens, a model whose attention cannot be replaced, or one
+            that cannot be compiled.
     """
     path = find_model(config.model, convert_gguf, report)
     hf_config = read_config(path, config.trust_remote_code)
@@ -73,14 +74,37 @@ def load_model(
     return ready_model(model.to(device), tokenizer, config.accelerate, stages=stages, folder=path, report=report)
 
 
-def layer_specs(config: EngineConfig, device: torch.device) -> dict[int, AttentionSpec]:
+def layer_specs(config: EngineConfig, device: torch.device, *, read_weights: bool = True) -> dict[int, AttentionSpec]:
     """The attention layers of the config's model, from its config file alone: no weights are read or allocated.
 
     The model may be a config.json without weights beside it.
+
+    Args:
+        read_weights: whether to read them after all for a model whose code looks at numbers as it runs.
+
+    Raises:
+        NeedsWeights: the model is such a one, and its weights are not there or not to be read.
     """
     path, hf_config = _model_config(config)
-    dtype = model_dtype(config, hf_config, device)
-    model = model_without_weights(path, hf_config, dtype, config.trust_remote_code)
+    dtype, trusted = model_dtype(config, hf_config, device), config.trust_remote_code
+    try:
+        return _specs_of(model_without_weights(path, hf_config, dtype, trusted))
+    except NeedsWeights:
+        if not read_weights or Path(config.model).expanduser().is_file():
+            raise
+    path, hf_config = _model_config(config)  # anew, as a model may have changed what it was made from
+    return _specs_of(read_model(path, hf_config, dtype, trusted)[0].to(device))
+
+
+def specs_without_weights(config: EngineConfig, device: torch.device) -> dict[int, AttentionSpec] | None:
+    """`layer_specs` of a model whose config file is enough to know them; None for others."""
+    try:
+        return layer_specs(config, device, read_weights=False)
+    except NeedsWeights:
+        return None
+
+
+def _specs_of(model: Any) -> dict[int, AttentionSpec]:
     use_latent_attention(model)
     return {layer: probe.spec for layer, probe in probe_layers(model.eval()).items()}
 
@@ -218,33 +242,23 @@ class _Probe:
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
-def most_positions(hf_config: Any) -> int:
-    """Most tokens of a request whose keys all turn by the same angles.
-
-    LongRoPE (arXiv 2402.13753) has two sets: transformers takes the one for long texts as soon as a forward reaches
-    beyond `original_max_position_embeddings`, so that a request's tokens would depend on those beside it, and on how
-    its prompt is cut. Shorter ones alone are served.
-    """
-    limit: int = hf_config.max_position_embeddings
-    own = getattr(hf_config, "original_max_position_embeddings", None) or limit
-    ropes = getattr(hf_config, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):  # of all layers, or by their kinds
-        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
-            limit = min(limit, rope.get("original_max_position_embeddings") or own)
-    return limit
-
-
 def probe_layers(model: Any) -> dict[int, LayerProbe]:
     """Run two tokens through the model and record what every attention layer asks for.
 
     Raises:
+        NeedsWeights: the model is on torch's meta device, where there are no numbers, and does not run there.
         ModelError: a layer does not come through the attention interface, or hides part of its mask from it.
     """
     probe = _Probe()
     hf_config = model.config.get_text_config()
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     name = type(model).__name__
-    with torch.inference_mode(), in_our_words(f"{name} does not run as the engine runs it. {OTHER_MODELS}"):
+    if model.device.type == "meta":
+        words = in_our_words(f"{name} does not run from its config.json alone: give the folder with its weights",
+                             NeedsWeights)  # fmt: skip
+    else:
+        words = in_our_words(f"{name} does not run as the engine runs it. {OTHER_MODELS}")
+    with torch.inference_mode(), words:
         try:
             model(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False,
                   attention_context=probe)  # fmt: skip

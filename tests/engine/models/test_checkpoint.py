@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+import transformers
 
-from attn_backends import EngineConfig
-from attn_backends.engine.models import checkpoint
-from attn_backends.engine.models.checkpoint import ModelError, cache_folder, find_model
+from attn_backends import LLM, EngineConfig, Unsupported
+from attn_backends.engine.config import CacheConfig
+from attn_backends.engine.models import checkpoint, load
+from attn_backends.engine.models.checkpoint import ModelError, NeedsWeights, cache_folder, find_model
 from attn_backends.engine.models.hf import convert_gguf
 from attn_backends.engine.models.load import layer_specs, load_model
-from tests.helpers.tiny_models import save_tiny
+from attn_backends.engine.resolve import attention_specs
+from tests.helpers.tiny_models import COMMON, save_tiny
 
 CPU = torch.device("cpu")
 
@@ -121,3 +125,45 @@ def test_layer_specs_need_no_weights(folder: Path) -> None:
 def test_layer_specs_of_models_with_experts(tmp_path: Path, family: str, dtype: str) -> None:
     specs = layer_specs(EngineConfig(model=str(save_tiny(tmp_path, family)), dtype=dtype), CPU)
     assert {layer: spec.dtype for layer, spec in specs.items()} == dict.fromkeys(range(4), getattr(torch, dtype))
+
+
+READ_NUMBERS = {  # as they run: the padding's check, the length of the longest request, the rows of each expert
+    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=259, pad_token_id=0),
+    "dynamic": transformers.LlamaConfig(
+        **COMMON | {"vocab_size": 259, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+    ),
+    "jetmoe": transformers.JetMoeConfig(
+        hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8, intermediate_size=32,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=259,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=READ_NUMBERS)
+def reads_numbers(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """A folder of a model whose code does not run on the meta device."""
+    config = copy.deepcopy(READ_NUMBERS[request.param])
+    config.bos_token_id, config.eos_token_id = 1, 2
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def test_models_that_read_numbers_have_specs_all_the_same(reads_numbers: Path) -> None:
+    config = EngineConfig(model=str(reads_numbers), device="cpu")
+    expected = {layer: probe.spec for layer, probe in load_model(config, CPU).layers.items()}
+    assert layer_specs(config, CPU) == attention_specs(config, CPU) == expected
+    with pytest.raises(NeedsWeights, match=r"config.json alone: give the folder with its weights"):
+        layer_specs(config.model_copy(update={"model": str(reads_numbers / "config.json")}), CPU)
+
+
+def test_a_named_backend_serves_models_that_read_numbers(reads_numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weights are read once, and other backends are refused then."""
+    reads: list[Path] = []
+    read = load.read_model
+    monkeypatch.setattr(load, "read_model", lambda path, *rest: reads.append(path) or read(path, *rest))
+    config = EngineConfig(model=str(reads_numbers), device="cpu", cache=CacheConfig(num_pages=16, page_size=4))
+    named = config.model_copy(update={"backend": "TORCH"})
+    assert LLM.from_pretrained(config=named).generate([[5, 6, 7]])[0].finish_reason != "error"
+    assert reads == [reads_numbers]
+    with pytest.raises(Unsupported, match="TORCH_MLA"):
+        LLM.from_pretrained(config=config.model_copy(update={"backend": "TORCH_MLA"}))

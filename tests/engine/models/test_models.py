@@ -12,9 +12,9 @@ import transformers
 
 from attn_backends import KVCacheSpec, Limits, SamplingParams, get_backend
 from attn_backends.engine.models.checkpoint import ModelError
-from attn_backends.engine.models.hf import ATTENTION_NAME, check_config
+from attn_backends.engine.models.hf import ATTENTION_NAME, check_config, most_positions
 from attn_backends.engine.models.latent_layer import use_latent_attention
-from attn_backends.engine.models.load import most_positions, probe_layers
+from attn_backends.engine.models.load import probe_layers
 from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.request import Request, ScheduledBatch
 from attn_backends.engine.runner import ModelRunner
