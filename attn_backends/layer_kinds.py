@@ -8,6 +8,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 SERVED_KINDS = frozenset({FULL, SLIDING, "attention"})
 
 
+WINDOWS, WINDOW_HINT = "1 and more, or None for no window", "Set sliding_window in the model's config."
+
+
+def is_window(sliding_window: int | None) -> bool:
+    """Whether a model's window shows a token at least its own key, or there is no window."""
+    return sliding_window is None or sliding_window >= 1
+
+
 def layer_kind(config: Any, index: int) -> str:
     """What `layer_types` says of a layer; where it says nothing, what the model's window makes of all."""
     kinds = getattr(config, "layer_types", None) or ()

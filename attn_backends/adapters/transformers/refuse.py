@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from attn_backends.interface import Rejection, Unsupported
-from attn_backends.layer_kinds import SERVED_KINDS, layer_kind, reaches_attention
+from attn_backends.layer_kinds import SERVED_KINDS, WINDOW_HINT, WINDOWS, is_window, layer_kind, reaches_attention
 
 PREFIX = "attn_backends:"
 SPARSE = ("indices", "block_indices")  # of keys that a layer chose
@@ -68,9 +68,8 @@ def check_kind(module: torch.nn.Module, sliding_window: int | None) -> None:
     if not isinstance(index, int):
         decline("layer_idx", f"{type(module).__name__} without layer_idx", "layers that say which they are",
                 "Load this model with sdpa.")  # fmt: skip
-    if sliding_window is not None and sliding_window < 1:  # no key at all, not even its own
-        decline("window_left", f"layer {index} with sliding_window={sliding_window}",
-                "1 and more, or None for no window", "Set sliding_window in the model's config.")  # fmt: skip
+    if not is_window(sliding_window):
+        decline("window_left", f"layer {index} with sliding_window={sliding_window}", WINDOWS, WINDOW_HINT)
     kind = layer_kind(config, index)
     if not reaches_attention(kind, sliding_window is not None):
         decline("layer_type", f"layer {index} is {kind}, window {sliding_window}", ", ".join(sorted(SERVED_KINDS)),

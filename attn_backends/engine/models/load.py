@@ -27,7 +27,7 @@ from attn_backends.engine.models.hf import (
 from attn_backends.engine.models.latent_layer import LatentAttention, use_latent_attention
 from attn_backends.engine.models.loaded_model import LayerProbe, LoadedModel
 from attn_backends.engine.outputs import Report, silent
-from attn_backends.layer_kinds import SERVED_KINDS, layer_kind, reaches_attention
+from attn_backends.layer_kinds import SERVED_KINDS, WINDOW_HINT, WINDOWS, is_window, layer_kind, reaches_attention
 from attn_backends.machine import HAS_TRITON
 from attn_backends.spec import AttentionSpec
 from attn_backends.validation import ConfigError
@@ -226,6 +226,8 @@ class _Probe:
             self.layers[layer] = LayerProbe(module.spec(query.dtype), None, module.kv_b_proj)
             return query.new_zeros(*query.shape[:2], module.head_dim_vo)
         window, sinks = constants.get("sliding_window"), constants.get("s_aux")
+        if not is_window(window):
+            raise ModelError(f"layer {layer} with sliding_window={window}; served: {WINDOWS}. {WINDOW_HINT}")
         spec = AttentionSpec(
             num_qo_heads=query.shape[1],
             num_kv_heads=key.shape[1],

@@ -160,3 +160,12 @@ def test_longrope_is_served_as_far_as_its_short_angles_reach() -> None:
     config = transformers.Phi3Config(**(COMMON | changes))
     assert most_positions(config) == 32
     assert most_positions(transformers.Phi3Config(**COMMON)) == COMMON["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_refuses_windows_without_the_own_key(window: int) -> None:
+    words = f"layer 0 with sliding_window={window}; served: 1 and more, or None for no window. Set sliding_window"
+    with pytest.raises(ModelError, match=words):
+        probe_layers(with_our_attention("MistralConfig", "MistralForCausalLM", sliding_window=window))
+    layers = probe_layers(with_our_attention("MistralConfig", "MistralForCausalLM", sliding_window=1))
+    assert [layer.spec.window_left for layer in layers.values()] == [0] * len(layers)
