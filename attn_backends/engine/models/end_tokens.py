@@ -22,28 +22,22 @@ def check_generation_config(folder: Path) -> None:
 
 
 def end_tokens(model: Any, tokenizer: Any, vocab_size: int, folder: Path | None) -> frozenset[int]:
-    """The end tokens of the model's generation config; the tokenizer's where it names none.
+    """The end tokens of the model's generation config; the tokenizer's where it names none of the vocabulary: small
+    models often have the number of their architecture's default, which they never sample.
 
     Args:
         folder: where the model was read from.
 
     Raises:
-        ModelError: `eos_token_id` is no token of the vocabulary, and no list of them.
+        ModelError: `eos_token_id` is no whole number, and no list of them.
     """
     found = getattr(model.generation_config, "eos_token_id", None)
     ids = found if isinstance(found, list | tuple) else [] if found is None else [found]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):  # True is an int too
+    if not all(type(token) is int for token in ids):  # True is an int too
+        where = "the model's generation config" if folder is None else folder / GENERATION_CONFIG
         raise ModelError(
-            f"{_source(folder)}: eos_token_id is {found!r}; allowed: a whole number from 0 to {vocab_size - 1}, or a "
+            f"{where}: eos_token_id is {found!r}; allowed: a whole number from 0 to {vocab_size - 1}, or a "
             "list of them. Correct it, or leave it out for the tokenizer's"
         )
-    own = tokenizer.eos_token_id
+    ids, own = [token for token in ids if 0 <= token < vocab_size], tokenizer.eos_token_id
     return frozenset(ids or ([] if own is None else [own]))
-
-
-def _source(folder: Path | None) -> str:
-    """What a model's `eos_token_id` was read from, in words."""
-    if folder is None:
-        return "the model's generation config"
-    file = folder / GENERATION_CONFIG
-    return str(file if file.exists() and "eos_token_id" in read_json(file) else folder / "config.json")
