@@ -119,7 +119,8 @@ def merge_projections(model: torch.nn.Module) -> int:
     for parent in list(model.modules()):
         for names in SIBLINGS:
             linears = [child for name in names if type(child := getattr(parent, name, None)) is torch.nn.Linear]
-            is_read = any(reads_weight(type(parent), name) for name in names)
+            kind: Any = type(parent)
+            is_read = any(reads_weight(kind, name) for name in names)
             if len(linears) == len(names) and len({linear.bias is None for linear in linears}) == 1 and not is_read:
                 product = _SharedProduct(_concatenated(linears), [linear.out_features for linear in linears])
                 for index, name in enumerate(names):
@@ -136,7 +137,8 @@ def pack_linears(model: torch.nn.Module) -> int:
     packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            is_read = reads_weight(type(parent), name)
+            kind: Any = type(parent)
+            is_read = reads_weight(kind, name)
             if type(child) is torch.nn.Linear and packable(child.weight) and not is_read:
                 setattr(parent, name, packed_linear(child.weight, child.bias))
                 packed += 1
@@ -144,7 +146,7 @@ def pack_linears(model: torch.nn.Module) -> int:
 
 
 @cache
-def reads_weight(parent: type[torch.nn.Module], name: str) -> bool:
+def reads_weight(parent: type, name: str) -> bool:
     """Whether a module's own code reads the weight of its layer of this name, as routers do for its dtype: layers in
     the place of `Linear` have none."""
     try:
