@@ -150,7 +150,7 @@ def _dtypes(can: Capabilities, numbers: Random) -> tuple[torch.dtype, torch.dtyp
     if numbers.random() < 0.5 and dtype in can.cache_dtypes:
         return dtype, dtype
     eight = [d for d in sorted(can.cache_dtypes, key=str) if d in FP8_DTYPES]
-    others = [d for d in sorted(can.cache_dtypes, key=str) if d in declared or d not in can.dtypes]
+    others = [d for d in sorted(can.cache_dtypes, key=str) if d in declared or d in FP8_DTYPES]
     return dtype, numbers.choice(eight if eight and numbers.random() < 0.7 else others)
 
 
