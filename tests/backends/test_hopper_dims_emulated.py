@@ -124,8 +124,8 @@ FAULTS = {
     "weights that are not scaled": (192, "scaled + (times_rows(acc[i], row_factors),)", "scaled + (acc[i],)"),
     "one product that is waited for": (192, "warpgroup_mma_wait(num_accs(DIM_VO), deps=(pending,))",
                                        "warpgroup_mma_wait(num_accs(DIM_VO) + 1, deps=(pending,))"),
-    "NaN behind the last value": (192, "for i in gl.static_range(num_accs(DIM_VO)):\n                clear_rows(",
-                                  "for i in gl.static_range(1):\n                clear_rows("),
+    "NaN behind the last value": (192, "for i in gl.static_range(num_accs(DIM_VO)):\n        clear_rows(",
+                                  "for i in gl.static_range(1):\n        clear_rows("),
 }  # fmt: skip
 
 
