@@ -14,9 +14,9 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -118,10 +118,8 @@ def merge_projections(model: torch.nn.Module) -> int:
     merged = 0
     for parent in list(model.modules()):
         for names in SIBLINGS:
-            linears = [child for name in names if type(child := getattr(parent, name, None)) is torch.nn.Linear]
-            kind: Any = type(parent)
-            is_read = any(reads_weight(kind, name) for name in names)
-            if len(linears) == len(names) and len({linear.bias is None for linear in linears}) == 1 and not is_read:
+            linears = [linear for name in names if (linear := _replaceable(parent, name)) is not None]
+            if len(linears) == len(names) and len({linear.bias is None for linear in linears}) == 1:
                 product = _SharedProduct(_concatenated(linears), [linear.out_features for linear in linears])
                 for index, name in enumerate(names):
                     setattr(parent, name, MergedSlice(product, index))
@@ -136,23 +134,28 @@ def pack_linears(model: torch.nn.Module) -> int:
     """
     packed = 0
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            kind: Any = type(parent)
-            is_read = reads_weight(kind, name)
-            if type(child) is torch.nn.Linear and packable(child.weight) and not is_read:
-                setattr(parent, name, packed_linear(child.weight, child.bias))
+        for name, _ in list(parent.named_children()):
+            linear = _replaceable(parent, name)
+            if linear is not None and packable(linear.weight):
+                setattr(parent, name, packed_linear(linear.weight, linear.bias))
                 packed += 1
     return packed
 
 
+def _replaceable(parent: torch.nn.Module, name: str) -> torch.nn.Linear | None:
+    """A module's plain `Linear` of this name; None where there is none, or where the module's own code reads its
+    weight, as routers do for its dtype: layers in the place of `Linear` have none."""
+    child, kind = getattr(parent, name, None), cast(Hashable, type(parent))
+    return child if type(child) is torch.nn.Linear and f"self.{name}.weight" not in _source(kind) else None
+
+
 @cache
-def reads_weight(parent: type, name: str) -> bool:
-    """Whether a module's own code reads the weight of its layer of this name, as routers do for its dtype: layers in
-    the place of `Linear` have none."""
+def _source(kind: type) -> str:
+    """A class's text; empty where it was made without a file."""
     try:
-        return f"self.{name}.weight" in inspect.getsource(parent)
-    except (OSError, TypeError):  # made without a file
-        return False
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
 
 
 def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear | PackedLinear | MklLinear:
