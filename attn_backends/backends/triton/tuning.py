@@ -30,6 +30,7 @@ _MOST_WARPS = 8
 _FEW_QUERIES = 16  # of a tile: what a product takes at least
 _FEW_PAIRS = 32  # of a row and a KV head
 _WIDE_KEY_BYTES = 768  # of a key and its value in 16 bits
+_NARROW_KEY_BYTES = 128  # of a key and its value in 8 bits
 
 
 @dataclass(frozen=True)
@@ -105,24 +106,22 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
     """The tile of few queries.
 
     A block of 16 keys is one page's, whose id is one number, and a program of one warp waits for no other: four to
-    eight of them keep loads of about 64 KiB under way. Wide keys are too much for one warp. Over 8 bits blocks are
-    longer, and where there are few pairs of a row and a KV head, of more warps. From trials at random shapes on an H200
-    (`benchmarks/tune/decode_trials.py`), of wide keys on an H100 too; `benchmarks/attention/random_shapes.py` judges it
-    at others.
+    eight of them keep loads of about 64 KiB under way. Wide keys are too much for one warp. Over 8 bits programs compute
+    for longer than they wait, so that there are six; blocks of narrow keys and of wide ones are longer, unless pairs of
+    a row and a KV head are few. From trials at random shapes on an H200 (`benchmarks/tune/decode_trials.py`), of wide
+    keys on an H100 too; `benchmarks/attention/random_shapes.py` judges it at others.
 
     Args:
         key_bytes: of a key and its value.
         num_pairs: of a row and a KV head.
     """
     is_few, is_wide = num_pairs <= _FEW_PAIRS, key_bytes >= _WIDE_KEY_BYTES * itemsize // 2
+    if is_wide and (itemsize > 1 or is_few):
+        return DecodeTile(keys=16, warps=2, stages=6, programs=4, min_keys=128)
     if itemsize > 1:
-        if is_wide:
-            return DecodeTile(keys=16, warps=2, stages=6, programs=4, min_keys=128)
         return DecodeTile(keys=16, warps=1, stages=6, programs=max(4, min(8, 2048 // key_bytes)), min_keys=128)
-    if is_few and is_wide:
-        return DecodeTile(keys=32, warps=4, stages=6, programs=1, min_keys=128)
-    if is_few:
-        return DecodeTile(keys=32, warps=2, stages=6, programs=2, min_keys=64)
+    if is_few or (key_bytes > _NARROW_KEY_BYTES and not is_wide):
+        return DecodeTile(keys=16, warps=1, stages=6, programs=6, min_keys=128)
     return DecodeTile(keys=32, warps=1, stages=6, programs=4, min_keys=128)
 
 

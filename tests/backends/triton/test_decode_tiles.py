@@ -40,18 +40,24 @@ def test_a_multiprocessor_holds_all_programs(head_dim: int, cached: torch.dtype)
         assert made.warps * made.programs <= 8
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_blocks_of_8_bits_are_longer(head_dim: int) -> None:
-    """And of more warps where pairs of a row and a KV head are few."""
+@pytest.mark.parametrize("head_dim", [32, 64, 192, 256])
+def test_blocks_of_narrow_or_wide_keys_of_8_bits_are_longer(head_dim: int) -> None:
+    """Unless pairs of a row and a KV head are few."""
     few, many = (tile(head_dim, num_rows, FP8) for num_rows in (4, 5))
-    assert few.keys == many.keys == 2 * tile(head_dim, 5).keys
-    assert few.warps > many.warps
-    assert few.programs < many.programs
+    assert many.keys == 2 * few.keys == 2 * tile(head_dim, 5).keys
+    assert few.warps * few.programs > many.warps * many.programs
 
 
-def test_a_key_that_is_too_wide_for_one_warp_has_two() -> None:
-    assert [tile(head_dim, 40).warps for head_dim in (64, 128, 192, 256)] == [1, 1, 2, 2]
-    assert tile(256, 4, FP8).warps > tile(128, 4, FP8).warps
+@pytest.mark.parametrize("head_dim", [80, 96, 112, 128])
+def test_blocks_of_other_keys_of_8_bits_are_a_page_of_16(head_dim: int) -> None:
+    assert tile(head_dim, 4, FP8) == tile(head_dim, 200, FP8)
+    assert tile(head_dim, 200, FP8).keys == tile(head_dim, 200).keys
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("num_rows", [4, 40])
+def test_a_key_that_is_too_wide_for_one_warp_has_two(num_rows: int, cached: torch.dtype) -> None:
+    assert [tile(head_dim, num_rows, cached).warps for head_dim in (64, 128, 192, 256)] == [1, 1, 2, 2]
 
 
 def test_only_tiles_of_few_queries_of_16_bits_go_by_the_rule() -> None:

@@ -31,6 +31,7 @@ SEEN: tuple[dict[str, Any], ...] = (
     {"scale": -0.1}, {"causal": False},
 )  # fmt: skip
 SEEDS = 60
+LONG_BLOCKS = tuning.DecodeTile(32, 1, 6, 4, 128)  # which may begin in a page that no query sees
 FAULTS = {
     "keys behind the last are read": ("there = tl.minimum(keys, stop - 1)", "there = keys"),
     "the last key counts once more": ("positions + window_right, stop - 1)", "positions + window_right, stop)"),
@@ -109,12 +110,13 @@ def noted_blocks(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> list[in
 
 def check(
     spec: AttentionSpec, seq_lens: list[int], query_lens: list[int], place: str = PLACES[0], unlike: bool = False,
-    **more: Any,
+    tile: Any = None, **more: Any,
 ) -> None:  # fmt: skip
     """Pages that no query sees are freed.
 
     Args:
         unlike: all but the last columns of queries are a million times as small, and rows of unlike sizes.
+        tile: None: that of the rule.
     """
     device = "cpu" if INTERPRETED else "cuda"
     batch = random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, poison=float("nan"), device=device, **more)
@@ -122,7 +124,8 @@ def check(
     for i, row in enumerate(batch.rows if unlike else ()):
         row.query.mul_((1e-3, 8.0, 1e-25)[i % 3])
         row.query[..., :-8] *= 1e-6
-    layer, expected = make_layer(get_backend("TRITON"), batch), batch.expected()
+    options = None if tile is None else tuning.TritonOptions(decode_tile=tile)
+    layer, expected = make_layer(get_backend("TRITON"), batch, options=options), batch.expected()
     for want_lse in (True, False):
         found = layer.forward(
             batch, layer.begin(batch), want_lse=want_lse, kv_cache=placed(batch.fresh_pool(), place)
@@ -144,7 +147,7 @@ def random_case(
     seq_lens = [max(tokens, dice.choice((1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, dice.randint(1, 90))))
                 for tokens in query_lens]  # fmt: skip
     more = {"page_size": dice.choice((3, 16, 32, 48)), "layout": dice.choice(("NHD", "HND")), "seed": seed,
-            "place": dice.choice(PLACES)}  # fmt: skip
+            "place": dice.choice(PLACES), "tile": dice.choice((None, None, LONG_BLOCKS))}  # fmt: skip
     return spec, seq_lens, query_lens, more
 
 
