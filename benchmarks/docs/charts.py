@@ -24,6 +24,7 @@ STYLE = {
     "axes.spines.right": False,
 }
 WIDTH = 8.2  # inches
+_HASH = re.compile(r"\b(?<=[\"#])[A-Za-z][0-9a-f]{10}\b")  # where a name is given, or is referred to
 FAR = 2.0  # times the fastest bare kernel
 
 
@@ -56,8 +57,19 @@ def saved(path: Path, columns: int, height: float) -> Iterator[Any]:
         figure.savefig(path, metadata=metadata, facecolor="white", dpi=130)
         pyplot.close(figure)
     if is_svg:
-        lines = path.read_text().splitlines()
+        lines = _numbered(path.read_text()).splitlines()
         path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+
+
+def _numbered(svg: str) -> str:
+    """Hashes that name shapes and clips as numbers, in their order: they are of floats to the last bit, which not all
+    CPUs round alike.
+
+    >>> _numbered('<path id="m0123456789"/><use href="#m0123456789" clip-path="url(#pabcdef0123)"/>')
+    '<path id="m1"/><use href="#m1" clip-path="url(#p2)"/>'
+    """
+    names: dict[str, str] = {}
+    return re.sub(_HASH, lambda found: names.setdefault(found[0], f"{found[0][0]}{len(names) + 1}"), svg)
 
 
 def dots(path: Path, rows: Sequence[Row], pivot: Pivot, title: str) -> None:
