@@ -300,4 +300,5 @@ ELSEWHERE = {
     "verify_latents",
     "decode_trials_7",
     "decode_trials_8",
+    "decode_trials_fp8",
 }

@@ -88,7 +88,12 @@ def measured(
 ) -> Iterator[tuple[Any, Row | Failed]]:
     """Each case with its row, whose contenders that dropped out are "dropped", as they come, while there is time. Those
     that lacked memory beside others are measured anew at the end, alone. Without a number there are as many processes
-    as cores have work, and on a CPU none but this one."""
+    as cores have work, and on a CPU none but this one.
+
+    Raises:
+        SystemExit: there is no such device here.
+    """
+    _need(device)
     deadline = time.monotonic() + 60 * minutes
     if processes is None:
         processes = 0 if device == "cpu" else processes_to_compile()
@@ -100,6 +105,16 @@ def measured(
         else:
             yield case, found
     yield from rows_of(again, 1, work, lambda: True)
+
+
+def _need(device: str) -> None:
+    """End with an error where there is no such device: each case would drop out, as if its context were dead."""
+    import torch  # which takes long
+
+    if device != "cpu" and not torch.cuda.is_available():
+        raise SystemExit(
+            "no CUDA device here: run this on a machine with one, or give --device cpu where that is known"
+        )
 
 
 class _Worker:

@@ -1,10 +1,11 @@
 """Times of TRITON's decode by many tiles, at shapes drawn at random: what the rule in `triton/tuning.py` is made from.
 
-    python -m benchmarks tune decode_trials --seed S --count N [--minutes M] [--most-mb 400] [--most-pairs N]
-        [--json FILE]
+    python -m benchmarks tune decode_trials --seed S --count N [--dtypes bf16 fp16 fp8] [--tiles 16,1,6,4,128,8 …]
+        [--minutes M] [--most-mb 400] [--most-pairs N] [--json FILE]
     python -m benchmarks tune decode_trials --judge FILE …
 
-Shapes are decodes and verifications whose queries a tile of 16 holds, of seeds to tune by. The file is written as it
+Shapes are decodes and verifications whose queries a tile of 16 holds, of seeds to tune by. Several processes make them
+ready, and compile for them; one of them at a time measures, while the others stand still. The file is written as it
 goes. `--judge` prints, without a GPU, how far the rule as it stands is behind the fastest tile of each shape, whole and
 by how many pairs of a row and a KV head there are: geometric mean, and worst.
 """
@@ -14,12 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
+import statistics
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,22 +27,29 @@ from attn_backends import AttentionSpec, KVCacheSpec
 from attn_backends.backends.triton.schedule import SplitPlan
 from attn_backends.backends.triton.tuning import DecodeTile, decode_tile, goes_by_rule
 from benchmarks.attention.attention import ours
-from benchmarks.attention.contest import CACHE_DTYPES
+from benchmarks.attention.contest import CACHE_DTYPES, READ, Made, checked
+from benchmarks.attention.paged_problem import Contender, Problem
 from benchmarks.attention.plain_read import make_read
-from benchmarks.attention.sampled_problem import Pool, problem_of, sampled_problem
-from benchmarks.attention.shape_draws import ON_GPU, TUNING, Drawn, drawn
-from benchmarks.lib.gpu_harness import free_memory, in_turns_us
+from benchmarks.attention.random_measure import TURN_US
+from benchmarks.attention.sampled_problem import problem_of
+from benchmarks.attention.shape_draws import DTYPES, TUNING, Drawn, drawn
+from benchmarks.lib.gpu_harness import clean_up, rounds_us
 from benchmarks.lib.harness import RESULTS, write
+from benchmarks.lib.processes import Failed, Row, Work, measured
 from benchmarks.lib.reasons import reason
 
-# keys, warps, stages, programs, min_keys, joined
-TRIED = (
-    (16, 1, 6, 4, 64, 8), (16, 1, 6, 4, 128, 4), (16, 1, 6, 4, 128, 8), (16, 1, 6, 8, 64, 8), (16, 1, 6, 8, 128, 8),
-    (16, 2, 6, 4, 128, 8), (32, 1, 6, 4, 64, 8), (32, 1, 6, 4, 128, 8), (32, 2, 6, 2, 64, 8), (32, 2, 6, 2, 128, 8),
-    (32, 2, 6, 4, 64, 8), (32, 4, 6, 1, 128, 8), (32, 4, 6, 2, 64, 8), (32, 4, 6, 2, 128, 8), (32, 4, 6, 2, 256, 4),
-    (64, 2, 6, 2, 64, 16), (64, 2, 6, 2, 128, 8), (64, 4, 6, 2, 64, 8), (64, 4, 6, 1, 128, 8),
+Tile = tuple[int, ...]  # keys, warps, stages, programs, min_keys, joined
+TRIED: tuple[Tile, ...] = (
+    (16, 1, 6, 4, 64, 8), (16, 1, 6, 4, 128, 4), (16, 1, 6, 4, 128, 8), (16, 1, 6, 6, 128, 8), (16, 1, 6, 8, 64, 8),
+    (16, 1, 6, 8, 128, 8), (16, 2, 6, 4, 128, 8), (32, 1, 6, 4, 64, 8), (32, 1, 6, 4, 128, 8), (32, 1, 4, 8, 128, 8),
+    (32, 2, 6, 2, 64, 8), (32, 2, 6, 2, 128, 8), (32, 2, 6, 4, 64, 8), (32, 4, 6, 1, 128, 8), (32, 4, 6, 2, 64, 8),
+    (32, 4, 6, 2, 128, 8), (32, 4, 6, 2, 256, 4), (64, 1, 4, 6, 128, 8), (64, 2, 6, 2, 64, 16), (64, 2, 6, 2, 128, 8),
+    (64, 4, 6, 2, 64, 8), (64, 4, 6, 1, 128, 8),
 )  # fmt: skip
 SMEM_BYTES = 232_448 - 1024  # of a program on an H200
+ROUNDS = 5
+TILE = "16,1,6,4,128,8"  # as an option is spelt
+RULE = "TRITON"  # the contender with the rule's tile
 
 
 def wanted(given: argparse.Namespace) -> Iterator[Drawn]:
@@ -53,7 +60,8 @@ def wanted(given: argparse.Namespace) -> Iterator[Drawn]:
         plan = SplitPlan.of(spec, each.shape.query_len)
         read = sum(each.shape.seq_lens) * 2 * each.shape.heads[1] * each.shape.heads[2] * spec.cache_dtype.itemsize
         pairs = len(each.shape.seq_lens) * each.shape.heads[1]
-        if goes_by_rule(spec, plan.block_m) and read <= given.most_mb << 20 and pairs <= given.most_pairs:
+        is_small = read <= given.most_mb << 20 and pairs <= given.most_pairs
+        if is_small and each.dtype in given.dtypes and goes_by_rule(spec, plan.block_m):
             yield each
             left -= 1
         if not left:
@@ -67,47 +75,54 @@ def spec_of(heads: Sequence[int], dtype: str) -> AttentionSpec:
     )
 
 
-def compile_part(shapes: Sequence[Drawn], until: float) -> None:
-    """Fill Triton's cache on the disk."""
-    device = torch.device("cuda")
-    for each in shapes:
-        if time.time() > until:
-            return
-        problem = problem_of(each, device, is_cold=False)
-        seen: set[tuple[int, ...]] = set()
-        for tile in TRIED:
-            if (compiled := (*tile[:4], tile[5])) not in seen:
-                seen.add(compiled)
-                attempt(problem, tile)
-        del problem
-        free_memory(device)
-
-
-def attempt(problem: Any, tile: Sequence[int]) -> Any:
-    """The contender with a tile; None if the tile does not fit."""
+def tile_of(words: str) -> Tile:
+    """
+    >>> tile_of("16,1,6,4,128,8")
+    (16, 1, 6, 4, 128, 8)
+    """
     try:
-        return ours("TRITON", problem, {"decode_tile": vars(DecodeTile(*tile))}, plain=True)["TRITON"]
-    except Exception as error:  # out of shared memory or registers
-        print(f"{problem.shape.name}: {tile}: {reason(error)[:90]}", flush=True)
-        return None
+        tile = tuple(map(int, words.split(",")))
+        DecodeTile(*tile)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{words!r} is no tile ({error}): give six numbers, as {TILE}") from error
+    return tile
+
+
+class Prepared(NamedTuple):
+    """Contenders that are right, by tile, captured."""
+
+    each: Drawn
+    problem: Problem
+    right: Made
+    dropped: list[str]
 
 
 @torch.inference_mode()
-def measure(each: Drawn, pool: Pool) -> dict[str, Any]:
-    """One shape's times by tile."""
-    problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id)
-    made = {str(tile): contender for tile in TRIED if (contender := attempt(problem, tile)) is not None}
-    made |= ours("TRITON", problem, {}, plain=True)
-    replays = {name: contender.replay for name, contender in made.items()} | {"read": make_read(problem)}
-    copies = len(problem.caches)
-    taken = in_turns_us({name: replay for name, replay in replays.items() if name != "read"}, 5, pool.device)
-    us = {name: made[name].us(replay_us) for name, replay_us in taken.items()}
-    rule = us.pop("TRITON")
+def prepare(tiles: Sequence[Tile], each: Drawn) -> Prepared:
+    """Make and check a shape's contenders; those whose tile lacks shared memory or registers drop out."""
+    problem, made, dropped = problem_of(each, torch.device("cuda")), {}, []
+    for name, options in [(RULE, {}), *((str(tile), {"decode_tile": vars(DecodeTile(*tile))}) for tile in tiles)]:
+        try:
+            made[name] = ours("TRITON", problem, options, plain=True)["TRITON"]
+        except Exception as error:
+            dropped.append(f"{name}: {reason(error)}")
+    errors, wrong = checked(made)
+    right = {name: made[name] for name in errors} | {READ: Contender(problem, make_read(problem), [], None)}
+    return Prepared(each, problem, right, dropped + wrong)
+
+
+@torch.inference_mode()
+def measure(prepared: Prepared) -> Row:
+    """The shape's times by tile."""
+    (each, problem, right, dropped), shape = prepared, prepared.each.shape
+    replays = {name: contender.replay for name, contender in right.items()}
+    taken = rounds_us(replays, ROUNDS, problem.device, {}, TURN_US)
+    us = {name: round(statistics.median(map(right[name].us, times)), 3) for name, times in taken.items()}
     return {
-        "id": each.id, "shape": each.shape.name, "heads": list(each.shape.heads), "dtype": each.dtype,
-        "page": each.page_size, "rows": len(each.shape.seq_lens), "query_len": each.shape.query_len,
-        "keys": sum(each.shape.seq_lens), "longest": max(each.shape.seq_lens), "copies": copies, "rule us": rule,
-        "us": us,
+        "id": each.id, "shape": shape.name, "heads": list(shape.heads), "dtype": each.dtype, "page": each.page_size,
+        "rows": len(shape.seq_lens), "query_len": shape.query_len, "keys": sum(shape.seq_lens),
+        "longest": max(shape.seq_lens), "read us": us.pop(READ), "rule us": us.pop(RULE, None), "us": us,
+        "dropped": dropped,
     }  # fmt: skip
 
 
@@ -130,36 +145,36 @@ def judge(rows: Sequence[dict[str, Any]]) -> None:
         print(f"{name}: {len(found)} shapes, {mean:.3f}, worst {max(found)[0]:.3f} ({max(found)[1]})")
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, choices=TUNING, metavar="0 to 999", default=7)
     parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES], default=[*DTYPES], help="of the cache")
+    parser.add_argument("--tiles", nargs="+", type=tile_of, default=TRIED, metavar="TILE",
+                        help=f"keys, warps, stages, programs, min_keys and joined of each, as {TILE}")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=3.0, help="after which no shape is begun")
     parser.add_argument("--most-mb", type=int, default=400, help="of keys and values: longer reads say little of tiles")
     parser.add_argument("--most-pairs", type=int, default=1 << 30, help="of a row and a KV head")
-    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--processes", type=int, help="that make shapes ready; 0: this one does")
     parser.add_argument("--json", type=Path, help="the file of results")
     parser.add_argument("--judge", nargs="+", type=Path, help="files to hold the rule to; nothing is measured")
-    given = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = parse(words)
     if given.judge:
         judge([row for path in given.judge for row in json.loads(path.read_text())["rows"]])
         return
-    ends, shapes = time.time() + 60 * given.minutes, list(wanted(given))
-    half = time.time() + 30 * given.minutes
-    with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as processes:
-        parts = [processes.submit(compile_part, shapes[i :: given.workers], half) for i in range(given.workers)]
-        for part in parts:
-            part.result()
-    print(f"compiled; {ends - time.time():.0f} s are left", flush=True)
-    path = given.json or RESULTS / f"decode_trials_{given.seed}.json"
-    pool, rows = Pool(2 * ON_GPU.num_bytes, torch.device("cuda")), []
-    for each in shapes:
-        if time.time() > ends:
-            break
-        rows.append(measure(each, pool))
-        best = min(rows[-1]["us"], key=rows[-1]["us"].get)
-        print(f"{rows[-1]['shape']}: rule {rows[-1]['rule us']:.1f} us, {best} "
-              f"{rows[-1]['us'][best]:.1f} us", flush=True)  # fmt: skip
+    path, rows = given.json or RESULTS / f"decode_trials_{given.seed}.json", []
+    work = Work(partial(prepare, given.tiles), measure, partial(clean_up, "cuda"))
+    for each, found in measured(list(wanted(given)), work, given.processes, "cuda", given.minutes):
+        if isinstance(found, Failed) or not found["us"]:
+            print(f"{each.shape.name}: {found.why if isinstance(found, Failed) else found['dropped']}", flush=True)
+            continue
+        rows.append(found)
+        best = min(found["us"], key=found["us"].get)
+        print(f"{each.shape.name}: rule {found['rule us']:.1f} us, {best} {found['us'][best]:.1f} us", flush=True)
         write(path.stem, "TRITON's decode by tiles, at random shapes", rows, ("torch", "triton"), path.parent)
     judge(rows)
 
