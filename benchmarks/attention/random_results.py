@@ -29,19 +29,20 @@ class Results:
     """Rows by the number of their shape, in a file that is written after each."""
 
     def __init__(
-        self, path: Path, seed: int, of: str, bounds: str, again: bool = False, title: str = TITLE
+        self, path: Path, seeds: Sequence[int], of: str, bounds: str, again: bool = False, title: str = TITLE
     ) -> None:  # fmt: skip
         """
         Args:
+            seeds: of one purpose.
             of: the backend that the report is of.
             bounds: a name for what limits the shapes.
             again: begin anew where a file is there.
 
         Raises:
-            SystemExit: the file that is there is another seed's, or of other code.
+            SystemExit: the file that is there is other seeds', or of other code.
         """
         self.path, self.rows, self.title = path, {}, title
-        self.about = {"seed": [seed], "purpose": purpose(seed), "of": of, "bounds": bounds, "source": source()}
+        self.about = {"seed": [*seeds], "purpose": purpose(seeds[0]), "of": of, "bounds": bounds, "source": source()}
         if path.exists() and not again:
             self._continue(json.loads(path.read_text()))
 
@@ -61,7 +62,7 @@ class Results:
         self.write()
 
     def write(self) -> Path:
-        rows = sorted(self.rows.values(), key=lambda row: int(row["id"].partition("/")[2]))  # by number
+        rows = sorted(self.rows.values(), key=lambda row: tuple(map(int, row["id"].split("/"))))
         return write(self.path.stem, self.title, rows, installed(*PACKAGES), self.path.parent, **self.about)
 
 
