@@ -106,10 +106,11 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
     """The tile of few queries.
 
     A block of 16 keys is one page's, whose id is one number, and a program of one warp waits for no other: four to
-    eight of them keep loads of about 64 KiB under way. Wide keys are too much for one warp. Over 8 bits programs compute
-    for longer than they wait, so that there are six; blocks of narrow keys and of wide ones are longer, unless pairs of
-    a row and a KV head are few. From trials at random shapes on an H200 (`benchmarks/tune/decode_trials.py`), of wide
-    keys on an H100 too; `benchmarks/attention/random_shapes.py` judges it at others.
+    eight of them keep loads of about 64 KiB under way. Wide keys are too much for one warp. Over 8 bits programs
+    compute for longer than they wait, so that there are six; blocks of narrow keys and of wide ones are longer,
+    unless pairs of a row and a KV head are few. From trials at random shapes on an H200
+    (`benchmarks/tune/decode_trials.py`), of wide keys on an H100 too; `benchmarks/attention/random_shapes.py`
+    judges it at others.
 
     Args:
         key_bytes: of a key and its value.
