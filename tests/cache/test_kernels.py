@@ -13,6 +13,7 @@ from attn_backends.kernels.merge_state import merge
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 from tests.helpers.mutate import mutate
 from tests.helpers.page_pairs import pairs_at_random
+from tests.helpers.placed_caches import far_apart
 
 DTYPES = [torch.float32, torch.float16, torch.float8_e4m3fn]
 
@@ -66,6 +67,16 @@ def test_pages_of_several_blocks() -> None:
     page_copy.launch_copy_pages([tensor], [(1, 3)])
     before[3, 100:2600] = before[1, 100:2600]
     assert pages.equal(before)
+
+
+@only_interpreted
+def test_pages_beyond_31_bits() -> None:
+    """Pages of a large cache begin at words that 31 bits cannot count."""
+    page_copy = pytest.importorskip("attn_backends.cache.kernels")
+    tensor = far_apart(torch.randn(5, 4, 2, 8))
+    before = tensor.contiguous()
+    page_copy.launch_copy_pages([tensor], [(0, 4), (3, 1)])
+    assert tensor.equal(before[[0, 3, 2, 3, 0]])
 
 
 @only_interpreted
@@ -142,12 +153,13 @@ def test_one_layer_with_gaps_takes_all_down_the_plain_road(monkeypatch: pytest.M
 
 
 def parts(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Two results for 5 tokens of 3 heads: rows without keys in either, both and none; strided, as models have them."""
+    """Two results for 5 tokens of 3 heads: rows without keys in either, both and none; strided, as models have them.
+    Outputs of rows without keys are NaN."""
     output, more = torch.randn(5, 2, 3, 12).to(dtype)[:, 0], torch.randn(5, 3, 20).to(dtype)[..., :12]
     lse, more_lse = torch.randn(3, 5).t(), torch.randn(5, 3)
-    lse[0], more_lse[1], more[1] = -torch.inf, -torch.inf, torch.nan
+    lse[0], more_lse[1] = -torch.inf, -torch.inf
     lse[2, 1] = more_lse[2, 1] = -torch.inf
-    more[2, 1] = torch.nan
+    output[0], more[1], output[2, 1], more[2, 1] = [torch.nan] * 4
     lse[3] += 80
     return output, lse, more, more_lse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from attn_backends.cache import kv_cache
 from attn_backends.cache.kv_cache import KVCache, quantise, write_kv, write_latent
 from attn_backends.spec import FP8_DTYPES
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.placed_caches import far_apart
 
 SLOTS = torch.tensor([7, -1, 0, 19, 12, -1])
 PAGES, PAGE_SIZE = 5, 4
@@ -57,6 +59,47 @@ def test_keys_and_values(monkeypatch: pytest.MonkeyPatch, num_tokens: int, cache
     key, value = torch.randn(num_tokens, 3, 8), torch.randn(num_tokens, 3, 6)
     cache = KVCache(*(torch.randn(PAGES, 3, PAGE_SIZE, dim).to(cache_dtype).transpose(1, 2) for dim in (8, 6)))
     by_both(monkeypatch, lambda to: write_kv(key, value, to, SLOTS, 0.5, 2.0), cache)
+
+
+def new_at_random(random: Random, heads: int, dim: int) -> torch.Tensor:
+    """Tokens as models hand them over: in one piece, as a part of a projection, heads first, or with columns apart."""
+    num_tokens = len(SLOTS)
+    whole, part = torch.randn(num_tokens, heads, dim), torch.randn(num_tokens, 9 + heads * dim)[:, 5:-4]
+    heads_first, columns_apart = torch.randn(heads, num_tokens, dim), torch.randn(num_tokens, heads, 2 * dim)
+    return random.choice([whole, part.view(whole.shape), heads_first.transpose(0, 1), columns_apart[..., ::2]])
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(30))
+def test_tokens_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Keys and values that lie anyhow, divided by a scale each. Of 8 bits they need no rounding, see below, but some of
+    them are too large before a scale divides them, or behind it."""
+    random = Random(f"write {seed}")
+    dtype, heads = random.choice([*DTYPES, *FP8_DTYPES]), random.randint(1, 3)
+    is_fp8, dims = dtype in FP8_DTYPES, random.choices([3, 8, 20], k=2)
+    scales = random.choices([1.0, 0.5, 4.0] if is_fp8 else [1.0, 0.5, 3.0], k=2)
+    new = [new_at_random(random, heads, dim) for dim in dims]
+    for tensor, scale in zip(new, scales, strict=True):
+        if is_fp8:
+            tensor.copy_(tensor.to(dtype).float() * scale)
+            tensor[0, 0, :3] = torch.tensor([-1.0, 2.0, 4.0]) * torch.finfo(dtype).max
+    cache = KVCache(*(torch.randn(PAGES, PAGE_SIZE, heads, dim).to(dtype) for dim in dims))
+    stored = [quantise(tensor, dtype, 1.0) for tensor in new]
+    by_both(monkeypatch, lambda to: write_kv(*new, to, SLOTS, *scales), cache)
+    for tensor, plain, scale in zip(new, stored, scales, strict=True):
+        if is_fp8 and scale >= 1:  # numbers near zero need rounding else
+            assert_same(quantise(tensor, dtype, 1.0), plain)
+
+
+@only_interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2], ids=str)
+def test_tokens_and_pages_beyond_31_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Tokens of a long prompt, and pages of a large cache, begin at elements that 31 bits cannot count."""
+    key, value = (far_apart(torch.randn(len(SLOTS), 2, 8).to(dtype).float()) for _ in range(2))
+    cache = KVCache(*(far_apart(torch.zeros(PAGES, PAGE_SIZE, 2, 8).to(dtype)) for _ in range(2)))
+    stored = quantise(key, dtype, 1.0)
+    by_both(monkeypatch, lambda to: write_kv(key, value, to, SLOTS), cache)
+    assert_same(quantise(key, dtype, 1.0), stored)
 
 
 NOT_FINITE = [torch.nan, torch.inf, -torch.inf, 1e5]

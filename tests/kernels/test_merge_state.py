@@ -38,7 +38,7 @@ def parts(num_tokens: int, dim: int, dtypes: tuple[torch.dtype, torch.dtype], by
     lse, more_lse = (torch.randn(shape) * 3 for _ in range(2))
     lse, more_lse = (each.T if by_heads else each for each in (lse, more_lse))
     lse[::7], more_lse[::5] = -torch.inf, -torch.inf
-    more[::5] = torch.nan
+    output[::7], more[::5] = torch.nan, torch.nan
     return [output, lse, more, more_lse]
 
 
