@@ -134,6 +134,17 @@ def test_most_layers_above_are_split() -> None:
 
 
 @only_interpreted
+def test_splits_that_some_queries_do_not_see() -> None:
+    """A tile's first tokens end a chunk and its last ones begin the next: these see no key of most splits, two of
+    which are joined at a time."""
+    spec = AttentionSpec(2, 1, 32, head_dim_vo=256, chunk_size=640)
+    batch = random_batch(get_backend("TRITON"), spec, [650], [20], page_size=16, poison=float("nan"))
+    with splitting(12, least_keys=128):
+        step = check(batch)
+    assert int(step.splits.work_items[0, 5]) == 5
+
+
+@only_interpreted
 @pytest.mark.parametrize("target", [None, 0], ids=["split", "whole"])
 @pytest.mark.parametrize("seen", [{}, {"window_left": 100}, {"sinks": True}], ids=str)
 def test_graphs_of_prefilled_rows(seen: dict[str, Any], target: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -558,6 +558,20 @@ def test_kernel_joins_in_any_order(
         assert joins.are_at_rest(step.workspace.counters)
 
 
+@only_interpreted
+def test_kernel_joins_splits_that_some_queries_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's first tokens end a chunk and its last ones begin the next: these see no key of most splits, which are
+    combined one at a time."""
+    monkeypatch.setattr(state, "num_multiprocessors", lambda device: 1)
+    backend, options = get_backend("TRITON"), tuning.TritonOptions(decode_tile=tuning.DecodeTile(16, 1, 2, 4, 16, 4))
+    spec = AttentionSpec(4, 1, 16, 512, chunk_size=488, dtype=torch.float16)
+    batch = random_batch(backend, spec, [490], [4], page_size=16)
+    layer = make_layer(backend, batch, options=options)
+    step = layer.begin(batch)
+    assert_matches(layer.forward(batch, step, want_lse=True), batch)
+    assert 2 < int(step.schedule.work_list.work_items[0, 4]) >> 15 <= 4
+
+
 @pytest.mark.parametrize("joined", [0, 1, 3, 12])
 def test_one_program_combines_powers_of_two(joined: int) -> None:
     with pytest.raises(ValueError, match=f"joined is {joined}.*power of two"):
