@@ -200,6 +200,23 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
 
 
 @only_interpreted
+@pytest.mark.parametrize("seed", range(3))
+def test_kernel_cuts_of_very_many_keys(seed: int) -> None:
+    """Of rows that share most of their pages, say: blocks times cuts are more than 31 bits can count."""
+    lens = (2 ** np.random.default_rng(1300 + seed).uniform(23, 25, 40)).astype(np.int32)
+    sizes = cut_list.SplitSizes(40, 132, triton_split.FAR.value, triton_split.FAR.value, 16, 4)
+    filling = cut_list.Filling(132, 16, 1, 132, 1, 32, 32)
+    cuts = cut_list.CutList(sizes, filling, torch.zeros(40, dtype=torch.int32), 1)
+    cuts.fill(torch.from_numpy(lens), torch.arange(41, dtype=torch.int32))
+    items = [item for cut in items_of(cuts) for item in cut]
+    assert len(items) > 132
+    for row, seq_len in enumerate(lens.tolist()):
+        ranges = sorted((start, stop) for of, start, stop, *_ in items if of == row)
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+        assert ranges[-1][1] == seq_len
+
+
+@only_interpreted
 @pytest.mark.parametrize("seed", range(12))
 def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> None:
     """Random short rows, fewer than a GPU has room for: a program each, and of a longer one no part of twice the least
