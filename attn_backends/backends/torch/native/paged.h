@@ -148,6 +148,7 @@ static int refused(const struct step *s) {
     for (int64_t token = 0; token < s->num_new; token++)
         if (s->slots[token] >= s->num_pages * s->page_size) return NO_SLOT;
     for (int64_t row = 0; row < s->num_rows; row++) {
+        if (s->seq_lens[row] <= 0) continue; // its tokens would stand in front of its first page
         int64_t query_len = s->query_starts ? s->query_starts[row + 1] - s->query_starts[row] : 1, stop;
         int64_t page = visible(s, row, s->seq_lens[row] - query_len, &stop) / s->page_size;
         const int32_t *pages = s->pages + s->first_pages[row];
