@@ -195,6 +195,14 @@ def test_merge_in_one_launch(dtype: torch.dtype) -> None:
     check_merged(given, expected, total)
 
 
+@only_interpreted
+def test_merge_of_tokens_beyond_31_bits() -> None:
+    given = tuple(far_apart(each.contiguous()) for each in parts(torch.float32))
+    expected, total = reference(*given), torch.logaddexp(given[1], given[3])
+    pytest.importorskip("attn_backends.kernels.merge_state_triton").merge(*given)
+    check_merged(given, expected, total)
+
+
 @pytest.mark.parametrize(
     "module", ["batch.csr", pytest.param("backends.flashinfer.csr_kernel", marks=only_interpreted)]
 )

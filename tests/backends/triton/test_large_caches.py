@@ -1,4 +1,7 @@
-"""TRITON and TRITON_MLA over caches of 2^32 elements, interpreted: of addresses alone, which take no memory."""
+"""TRITON and TRITON_MLA over caches of 2^32 elements, interpreted: of addresses alone, which take no memory.
+
+And over as many elements of queries and outputs.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import torch
 from attn_backends import AttentionSpec, MLASpec, get_backend
 from attn_backends.cache.kv_cache import gather_slots
 from attn_backends.testing.cases.random_batch import random_batch
-from attn_backends.testing.harness import assert_matches, run_backend
+from attn_backends.testing.harness import Result, assert_matches, make_layer, run_backend
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
-from tests.helpers.placed_caches import in_large_cache
+from tests.helpers.placed_caches import far_apart, in_large_cache
 
 launch = pytest.importorskip("attn_backends.backends.triton.launch", reason="needs triton")
 block_dims = pytest.importorskip("attn_backends.backends.triton.tuning").block_dims
@@ -52,6 +55,19 @@ def check(name: str, spec: AttentionSpec, seq_lens: list[int], query_lens: list[
     batch = random_batch(get_backend(name), spec, seq_lens, query_lens, page_size=page_size, seed=seed)
     large, kv_cache = in_large_cache(batch)
     assert_matches(run_backend(get_backend(name), large, kv_cache=kv_cache, want_lse=True), large, str(spec))
+
+
+@only_interpreted
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_tokens_beyond_31_bits(dtype: torch.dtype, rows: str) -> None:
+    """Queries and outputs of a long step, as parts of wide rows."""
+    batch = random_batch(get_backend("TRITON"), AttentionSpec(4, 2, 32, dtype=dtype), *ROWS[rows])
+    layer = make_layer(get_backend("TRITON"), batch)
+    query, output = far_apart(batch.query), far_apart(torch.zeros_like(batch.query))
+    pool = batch.fresh_pool()
+    layer.impl.forward(query, batch.key, batch.value, pool, layer.begin(batch), output=output)
+    assert_matches(Result(output.contiguous(), None, pool), batch)
 
 
 @only_interpreted
