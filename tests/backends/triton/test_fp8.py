@@ -84,6 +84,18 @@ def test_latent_rows(device: str, dtype: torch.dtype, cache_dtype: torch.dtype, 
     assert_matches(run_backend(get_backend("TRITON_MLA"), batch, want_lse=True), batch)
 
 
+@pytest.mark.parametrize("columns", ["latent", "rope"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_latent_queries_of_unlike_columns(device: str, columns: str) -> None:
+    """Queries of bfloat16 are divided by the largest of all of their columns for products of float16."""
+    spec = MLASpec(4, kv_lora_rank=48, qk_rope_head_dim=16, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+    batch = random_batch(get_backend("TRITON_MLA"), spec, *ROWS["verify"], device=device, k_scale=0.5)
+    for row in batch.rows:
+        latent = row.query[..., : spec.qk_nope_head_dim]
+        (row.query[..., spec.qk_nope_head_dim :] if columns == "latent" else latent).mul_(1e-6)
+    assert_matches(run_backend(get_backend("TRITON_MLA"), batch, want_lse=True), batch)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_latent_rows_of_no_pairs(device: str) -> None:
     spec = MLASpec(3, kv_lora_rank=35, qk_rope_head_dim=17, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)

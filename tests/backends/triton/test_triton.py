@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -131,6 +132,16 @@ def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any]) -> None
     for page_size in (16, 32):
         batch = random_batch(backend, spec, [300, 130], [160, 33], page_size=page_size, poison=float("nan"))
         assert_matches(run_backend(backend, batch), batch, str(changes))
+
+
+@only_interpreted
+@pytest.mark.parametrize("query_len", [2, 5])
+def test_last_whole_blocks_of_verified_rows(query_len: int) -> None:
+    """Rows whose first token sees all of a block, and rows whose first token sees all but one or two keys of it."""
+    for spec in (AttentionSpec(4, 2, 32), AttentionSpec(1, 1, 32, dtype=torch.float16)):
+        seq_lens = [96 + query_len + more for more in (-3, -2, -1, 0)]
+        batch = random_batch(get_backend("TRITON"), spec, seq_lens, [query_len] * 4, poison=float("nan"))
+        assert_matches(run_backend(get_backend("TRITON"), batch), batch, str(spec))
 
 
 @only_interpreted
@@ -296,8 +307,13 @@ def tiles_kernel(query_start_loc, rows, firsts, first_row, num_rows, BLOCK_Q: tr
     triton.language.store(firsts + tile, triton.language.where(first < query_len, first, -1))
 
 
+MANY_ROWS = pytest.param(tuple(Random("rows").choices((1, 2, 15, 16, 17, 40), k=300)), id="many rows")
+
+
 @only_interpreted
-@pytest.mark.parametrize("query_lens", [(33,), (64,), (1, 16, 17), (32, 32, 32, 32), (1, 1, 50, 1, 15)], ids=str)
+@pytest.mark.parametrize(
+    "query_lens", [(33,), (64,), (1, 16, 17), (32, 32, 32, 32), (1, 1, 50, 1, 15), MANY_ROWS], ids=str
+)
 @pytest.mark.parametrize("first_row", [0, 2])
 def test_every_token_is_in_one_tile(first_row: int, query_lens: tuple[int, ...]) -> None:
     """Behind some rows that are left alone. One row, such as a chunk of a prompt, has no tile too many."""
