@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn_backends.backends.torch.attend import join_pieces
 from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.backends.torch.metadata import TorchMetadataBuilder
 from attn_backends.backends.torch.options import TorchOptions
@@ -102,3 +103,17 @@ def test_decodes_without_their_cache_are_refused(options: TorchOptions) -> None:
     query, key = torch.randn(2, HEADS, DIM), torch.randn(2, KV_HEADS, DIM)
     with pytest.raises(ValueError, match="pass kv_cache"):
         TorchImpl(spec, cache, "cpu", options=options).forward(query, key, key, None, step)
+
+
+@pytest.mark.parametrize("level", [-300.0, 0.0, 300.0])
+def test_pieces_of_logits_far_from_zero(level: float) -> None:
+    """Two rows of three pieces and of one; float32 does not hold e to the power of their LSEs."""
+    outs, lses = torch.randn(4, KV_HEADS, 2, DIM), torch.randn(4, KV_HEADS, 2) + level
+    owners, weights = torch.tensor([0, 0, 1, 0]), (lses.double() - level).exp()
+    sums, weighted = (torch.zeros(2, *each.shape[1:]).double() for each in (lses, outs))
+    sums.index_add_(0, owners, weights)
+    weighted.index_add_(0, owners, outs.double() * weights[..., None])
+    joined = join_pieces(outs, lses.clone(), owners, (2, KV_HEADS, 2, DIM))
+    torch.testing.assert_close(joined.output.double(), (weighted / sums[..., None]).flatten(1, 2), atol=1e-4, rtol=1e-4)
+    assert joined.lse is not None
+    torch.testing.assert_close(joined.lse.double(), (sums.log() + level).flatten(1, 2), atol=1e-4, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,21 @@ def test_what_it_does_not_serve(changes: dict[str, Any]) -> None:
     assert not PagedDecode.serves(spec, CPU)
     assert not PagedDecode.serves(AttentionSpec(4, 2, 32), torch.device("cuda"))
     assert PagedDecode.serves(AttentionSpec(4, 2, 32), CPU)
+
+
+@pytest.mark.parametrize("changes", [{"scale": 6.0}, {"logits_soft_cap": 0.05}], ids=str)
+def test_logits_far_below_the_highest(changes: dict[str, Any]) -> None:
+    """By some 90, as by some hundreds: they weigh nothing. And logits far beyond a soft cap. In both kernels."""
+    batch = random_batch(TorchBackend, AttentionSpec(4, 2, 32, **changes), (300, 140), (1, 30))
+    assert_matches(run_backend(TorchBackend, batch, want_lse=True), batch)
+
+
+def test_page_tables_of_other_strides() -> None:
+    batch = random_batch(TorchBackend, AttentionSpec(4, 2, 32), (40, 300, 70, 33), (1, 1, 17, 5))
+    layer, common = make_layer(TorchBackend, batch), batch.common()
+    table = torch.stack([common.page_table, common.page_table.flip(1)], 2)[..., 0]
+    step = layer.state.begin_forward(layer.builder.build(0, replace(common, page_table=table)))
+    assert_matches(layer.forward(batch, step), batch)
 
 
 def made(spec: AttentionSpec, lengths: tuple[int, ...], **changes: Any) -> dict[str, Any]:
