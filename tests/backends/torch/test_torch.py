@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.backends.torch.native.paged_rows import PagedKernel
+from attn_backends.spec import AttentionSpec
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import BackendConformance
+from attn_backends.testing.harness import assert_matches, make_layer
 
 
 class TestTorch(BackendConformance):
@@ -43,3 +50,11 @@ class TestTorchWithoutKernelInOtherDtypes(WithoutKernel):
 class TestTorchCuda(BackendConformance):
     backend_name = "TORCH"
     device = "cuda"
+
+
+@pytest.mark.parametrize("changes", [{}, {"logits_soft_cap": 30.0}, {"sinks": True}], ids=str)
+def test_a_graphs_padding_saw_no_key(changes: dict[str, Any]) -> None:
+    batch = random_batch(TorchBackend, AttentionSpec(4, 2, 32, **changes), [9, 20], [1, 1], page_size=4)
+    layer = make_layer(TorchBackend, batch, num_padded_reqs=2)
+    step = layer.state.begin_forward(layer.builder.build(0, replace(batch.common(2), for_graph=True)))
+    assert_matches(layer.forward(batch, step, num_padded_reqs=2, want_lse=True), batch)
