@@ -21,6 +21,8 @@ def attend(
 
     The kernels are those under `scaled_dot_product_attention`, which keeps the LSE to itself.
     """
+    if is_causal and scale <= 0:  # fused kernels hide keys before they scale: -inf would become +inf, or NaN
+        query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     if query.device.type == "cpu":
         widest = max(key.shape[-1], value.shape[-1])  # this kernel has one head_dim; zeros change nothing
         wide = [t if t.shape[-1] == widest else F.pad(t, (0, widest - t.shape[-1])) for t in (query, key, value)]

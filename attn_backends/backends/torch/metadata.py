@@ -267,7 +267,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         first_query = num_keys - query_len if spec.attention_type is not AttentionType.CROSS else 0
         first_key = max(first_key, self._first_visible(first_query))
         bias, is_causal = None, spec.causal and query_len > 1
-        needs_none = query_len <= 1 or (not spec.is_local and (not spec.causal or first_key == first_query))
+        is_square = first_key == first_query and spec.scale > 0  # below, torch's causal kernels scale -inf to +inf
+        needs_none = query_len <= 1 or (not spec.is_local and (not spec.causal or is_square))
         if spec.alibi_slopes is not None or not needs_none:
             positions = torch.arange(first_query, first_query + query_len, device=self.device)
             keys = torch.arange(first_key, num_keys, device=self.device)

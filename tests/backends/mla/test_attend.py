@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_backends.backends.mla.attend import in_whole_words
+from attn_backends.backends.mla.attend import attend, in_whole_words
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -26,3 +26,13 @@ def test_rows_are_whole_words(width: int, first: int, dim: int, dtype: torch.dty
 def test_what_is_so_already_is_not_copied() -> None:
     given = torch.randn(2, 3, 5, 64, dtype=torch.bfloat16)[..., 16:48]
     assert in_whole_words(given) is given
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_keys_that_a_query_may_not_see_stay_hidden_at_any_scale(scale: float) -> None:
+    query, key, value = (torch.randn(1, 2, 5, dim, dtype=torch.float64) for dim in (12, 12, 8))
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    logits = (query @ key.mT * scale).masked_fill(hidden, float("-inf"))
+    out, lse = attend(query, key, value, scale, is_causal=True)
+    torch.testing.assert_close(out, logits.softmax(-1) @ value)
+    torch.testing.assert_close(lse, logits.logsumexp(-1))

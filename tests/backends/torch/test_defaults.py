@@ -52,3 +52,13 @@ def test_slopes_are_those_of_the_layer() -> None:
         kernel = TorchImpl(AttentionSpec(4, 2, 32, alibi_slopes=slopes), KVCacheSpec(4, 16), "cpu").kernel
     assert kernel is not None
     assert kernel.constants[1].tolist() == torch.tensor(slopes, dtype=torch.float32).tolist()
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+@pytest.mark.parametrize("road", ROADS)
+def test_keys_that_a_query_may_not_see_stay_hidden_at_any_scale(road: str, scale: float) -> None:
+    """Torch's causal kernels hide keys before they scale, and -inf times such a scale is +inf or NaN."""
+    spec = AttentionSpec(6, 2, 17, scale=scale)
+    batch = random_batch(TorchBackend, spec, (9, 40, 5), (1, 3, 5))
+    result = make_layer(TorchBackend, batch, options=ROADS[road]).run(batch)
+    assert_step(result, batch, f"{road}, a scale of {scale}")
