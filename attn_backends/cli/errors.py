@@ -143,8 +143,7 @@ def tell_usage(error: Any) -> int:
         print(error.ctx.get_help())
         return EXIT_WRONG_INPUT
     message = error.format_message()
-    name = getattr(error, "option_name", None)
-    if isinstance(name, str):
+    if hasattr(error, "possibilities") and isinstance(name := getattr(error, "option_name", None), str):
         message = f"{command} has no option {name}{_as_setting(name) or _nearest(error)}"
     _print(f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} {command} --help lists what there is")
     return EXIT_WRONG_INPUT
