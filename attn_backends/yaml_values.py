@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
+
+# PyYAML, of YAML 1.1, takes 1e-3 for text and 1.0e-3 for a number; YAML 1.2 takes both for numbers.
+_EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 
 
 class _OneValueLoader(yaml.SafeLoader):
@@ -21,6 +25,9 @@ class _OneValueLoader(yaml.SafeLoader):
                 )  # fmt: skip
             seen[name.value] = name.start_mark
         return super().construct_mapping(node, deep)
+
+
+_OneValueLoader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+.0123456789"])
 
 
 def read_yaml(text: str) -> Any:

@@ -104,6 +104,17 @@ def test_sizes(size: object, expected: int) -> None:
     assert parse_bytes(size) == expected
 
 
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "+1e-3", "0.1e-2", "1.e-3", ".1e-2", "0.001"])
+def test_numbers_with_an_exponent_are_numbers(text: str) -> None:
+    """YAML 1.1 takes those without a point for text."""
+    assert load_config(environ={"ATTN_BACKENDS_CACHE__K_SCALE": text}).cache.k_scale == 0.001
+
+
+@pytest.mark.parametrize("text", ["e3", "1e", "1e3x", "a1e3", "1e+", "'1e3'", "1e3.5", "1 e3", ".e3"])
+def test_text_that_is_no_number_stays_text(text: str) -> None:
+    assert load_config(environ={"ATTN_BACKENDS_MODEL": text}).model == text.strip("'")
+
+
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, None, "", "3 apples", "GiB", "0B", "-1MB", "1e3MB"])
 def test_sizes_refused(size: object) -> None:
     with pytest.raises(ValueError, match="512MiB"):
