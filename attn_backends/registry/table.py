@@ -146,6 +146,10 @@ def get_entry(name: str) -> BackendEntry:
         return backends[decode] if prefill == decode else BackendEntry(pair, f"{__name__}:{pair}")
     if name in backends:
         return backends[name]
+    if str(name).upper() == AUTO:
+        raise UnknownBackendError(
+            f"{AUTO} chooses a backend, and is none: attn-backends explain says which; name one of {', '.join(backends)}"
+        )
     near = get_close_matches(str(name).upper(), backends, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UnknownBackendError(f"no backend is named {name!r}; {hint}known: {', '.join([AUTO, *backends])}")

@@ -64,6 +64,7 @@ def test_findings_are_data() -> None:
     ("target", "words"),
     [
         ("TORC", "did you mean TORCH"),
+        ("auto", "AUTO chooses a backend, and is none: attn-backends explain says which; name one of TORCH, "),
         ("nowhere:X", "nowhere:X: No module named 'nowhere'"),  # which rich makes an emoji of
         ("nowhere:Backend", "No module named 'nowhere'; give package.module:Class of a backend, installed or below"),
         ("whole_plugin:Nothing", "has no attribute 'Nothing'; give package.module:Class"),
