@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import typer
 from rich.markup import escape
 
 from attn_backends.cli.errors import EXIT_FAILED, Screen, clear_errors
+from attn_backends.cli.imports import import_modules
 from attn_backends.cli.tables import print_json
 
 
@@ -37,8 +37,7 @@ def lint(
 
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # a class that is not installed yet
-        for module in imports or ():
-            importlib.import_module(module)
+        import_modules(imports or ())
         backend, options, chosen = _resolve(target, device)
         with _progress(backend.get_name()) as show:
             report = lint_backend(Subject(backend, chosen, seed), options, show)

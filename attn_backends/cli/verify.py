@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from attn_backends.cli.errors import EXIT_INTERRUPTED, Screen, clear_errors
+from attn_backends.cli.imports import import_modules
 from attn_backends.cli.tables import bar
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def verify(
     was found, and the report has one command for each finding that repeats it; it is 130 if Ctrl-C ended the run.
     """
     with clear_errors():
-        _check_together(declared, covered, where)
+        _check_options(declared, covered, where, json_file, seed, case)
         asked, package = _asked(name, device, size, multiprocessors, imports or (), declared, where or ())
         if case is not None:
             raise typer.Exit(_run_one(asked, case))
@@ -93,11 +94,36 @@ def _save(report: dict[str, Any], file: Path | None) -> None:
         file.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _check_together(declared: bool, covered: Path | None, where: list[str] | None) -> None:
+def _check_options(
+    declared: bool, covered: Path | None, where: list[str] | None, json_file: Path | None, seed: int, case: int | None
+) -> None:
+    """Refuse what does not go together, or cannot be kept, before anything runs.
+
+    Raises:
+        ValueError: says what, and what to give.
+    """
+    _check_seeds(seed, case)
+    _check_file(json_file)
     if covered is not None and not declared:
         raise ValueError("--covered goes with --declared: random cases are drawn whatever has run")
     if where and not declared:
         raise ValueError("--where goes with --declared: random cases are drawn of all values")
+
+
+def _check_seeds(seed: int, case: int | None) -> None:
+    """Refuse what torch's generators do not take, which would be found of the backend."""
+    from attn_backends.testing.verify.campaign import MOST_CASE, MOST_SEED
+
+    for option, given, most in (("--seed", seed, MOST_SEED), ("--case", case or 0, MOST_CASE)):
+        if given > most:
+            raise ValueError(f"{option} is {given}; allowed: 0 to {most}")
+
+
+def _check_file(file: Path | None) -> None:
+    """Refuse a report's file in a folder that is not there before the run, and not when all is to be written."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise ValueError(f"--json {file}: {why}; give a file that can be written, such as report.json")
 
 
 def _asked(
@@ -109,15 +135,12 @@ def _asked(
     Raises:
         ValueError: no such backend or size, or it cannot run here; says what it lacks, and what to type.
     """
-    import importlib
-
     from attn_backends.registry.support import choose_device, devices_here, support
     from attn_backends.registry.table import get_entry
     from attn_backends.testing.verify.sizes import SIZES, default_size
     from attn_backends.testing.verify.worker import Asked
 
-    for module in imports:
-        importlib.import_module(module)
+    import_modules(imports)
     row = support(get_entry(name))
     if not row.usable and row.device is None and row.fix is None and row.capabilities:
         needs, here = " or ".join(row.capabilities["devices"]), ", ".join(devices_here())

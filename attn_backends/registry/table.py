@@ -148,7 +148,8 @@ def get_entry(name: str) -> BackendEntry:
         return backends[name]
     if str(name).upper() == AUTO:
         raise UnknownBackendError(
-            f"{AUTO} chooses a backend, and is none: attn-backends explain says which; name one of {', '.join(backends)}"
+            f"{AUTO} chooses a backend, and is none: attn-backends explain says which; name one of "
+            f"{', '.join(backends)}"
         )
     near = get_close_matches(str(name).upper(), backends, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""

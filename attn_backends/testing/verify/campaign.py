@@ -22,6 +22,8 @@ from attn_backends.testing.verify.run import Outcome
 from attn_backends.testing.verify.worker import Asked, may_lack_memory, prepare
 
 SEEDS_OF_A_RUN = 1 << 20  # so many cases lie between two seeds of a run
+MOST_CASE = (1 << 60) - 1  # a layer's numbers have eight times as large a seed, and torch takes 64 bits
+MOST_SEED = MOST_CASE // SEEDS_OF_A_RUN
 _SILENT_AFTER_S = {"cpu": 300.0, "cuda": 900.0}  # a case that takes longer hangs; libraries compile for minutes
 MOST_FINDINGS = 100  # after so many a run ends: more tell nothing
 _GRACE_S = 60.0  # once the time is over, for cases that are under way
@@ -92,8 +94,8 @@ class Jobs:
 
     @property
     def awaited_s(self) -> float:
-        """Seconds until what is under way is awaited no longer."""
-        return max(0.0, self._deadline + _GRACE_S - time.monotonic())
+        """Seconds until what is under way is awaited no longer, at most what a lock can wait."""
+        return min(max(0.0, self._deadline + _GRACE_S - time.monotonic()), threading.TIMEOUT_MAX)
 
     @property
     def is_over(self) -> bool:

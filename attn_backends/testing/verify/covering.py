@@ -215,12 +215,13 @@ def plan_declared(asked: Asked, seed: int, most: int | None, covered: Mapping[st
     served = served_by(prepare(asked), asked.device, asked.where)
     pairs = Pairs(served.factors)
     if covered is not None:
-        found = covered if covered.get("backend") == asked.name else covered.get("backends", {}).get(asked.name, {})
-        if "pairs" not in found:
+        try:
+            found = covered if covered.get("backend") == asked.name else covered["backends"][asked.name]
+            pairs.merge(values_in(found["values"]), found["pairs"]["run"])
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
                 f"--covered has no values of {asked.name} that ran: give a report of --json, or several merged"
-            )
-        pairs.merge(values_in(found["values"]), found["pairs"]["run"])
+            ) from error
     first = seed * SEEDS_OF_A_RUN
     rows = missing_rows(CoveringArray(served, seed).blocks, pairs)
     if covered is not None:

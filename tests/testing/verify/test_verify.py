@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -246,6 +248,7 @@ def test_what_is_under_way_at_the_end_is_awaited_for_a_minute_in_all() -> None:
     ended = Jobs([], time.monotonic() + 1000)
     ended.end()
     assert 59 < ended.awaited_s < 61
+    assert Jobs([], math.inf).awaited_s == threading.TIMEOUT_MAX  # a queue waits no longer
 
 
 def test_ctrl_c_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +281,13 @@ def test_one_case_alone() -> None:
         (("TORCH", "--device", "cuda"), "--device 'cuda' cannot be used here"),
         (("TORCH", "--size", "huge"), "--size is 'huge'; allowed: large, medium, small"),
         (("TORHC",), "did you mean TORCH"),
-        (("TORCH", "--import", "no_such_module"), "no_such_module"),
+        (("TORCH", "--import", "no_such_module"), "--import 'no_such_module': No module named 'no_such_module'; give"),
+        (("TORCH", "--import", ""), "--import '': Empty module name; give a module that is installed"),
+        (("AUTO",), "AUTO chooses a backend, and is none"),
+        (("TORCH", "--seed", str(1 << 80)), "allowed: 0 to 1099511627775"),
+        (("TORCH", "--case", str(1 << 60)), "allowed: 0 to 1152921504606846975"),
+        (("TORCH", "--json", "/nowhere/report.json"), "--json /nowhere/report.json: there is no folder /nowhere"),
+        (("TORCH", "--json", "/"), "--json /: it is a folder"),
     ],
 )
 def test_what_cannot_run_here_is_said(arguments: tuple[str, ...], told: str) -> None:
@@ -287,6 +296,22 @@ def test_what_cannot_run_here_is_said(arguments: tuple[str, ...], told: str) -> 
     if torch.cuda.is_available() and "cuda" in told:
         pytest.skip("there is a CUDA device here")
     check_refused(told, *arguments)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "3", "{}", '{"backends": 5}', '{"backend": "TORCH"}', '{"backend": "TORCH", "values": {"dtype": 5}}',
+             '{"backend": "TORCH", "values": {"a": [1]}, "pairs": {"run": ["x"]}}'],
+)  # fmt: skip
+def test_what_is_no_report_of_what_has_run_is_said(text: str, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(text)
+    told = "--covered has no values of TORCH that ran: give a report of --json"
+    check_refused(told, "TORCH", "--declared", "--covered", str(tmp_path / "report.json"))
+
+
+def test_the_largest_case_runs() -> None:
+    done = CliRunner().invoke(app, ["verify", "TORCH", "--case", str(campaign.MOST_CASE), "--size", "small"])
+    assert done.exit_code == 0, done.output
+    assert campaign.MOST_SEED * campaign.SEEDS_OF_A_RUN + campaign.SEEDS_OF_A_RUN - 1 == campaign.MOST_CASE
 
 
 def test_it_needs_neither_pytest_nor_hypothesis() -> None:
