@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
-from attn_backends.adapters.req_to_token.batch import ForwardBatch, ForwardMode
+from attn_backends.adapters.req_to_token.batch import ForwardBatch, ForwardMode, step_rows
 from attn_backends.adapters.req_to_token.kv_pool import TokenKVPool
-from attn_backends.interface.capabilities import Unsupported
+from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
+from attn_backends.interface.capabilities import CudaGraphSupport, Unsupported
 from attn_backends.registry import register_backend, table
 from attn_backends.registry.table import UnknownBackendError
 from tests.helpers.fake_backends import fake_backend
@@ -217,6 +218,45 @@ def test_a_pool_that_is_not_the_layers(heads: int, dim: int, dtype: torch.dtype 
 def test_a_buffer_that_is_too_small() -> None:
     with pytest.raises(ValueError, match="kv_indptr_buf has room for 1, and this step needs 3: make it larger"):
         filled("TORCH", 4, 4, layers=(FULL,), kv_indptr_buf=torch.zeros(1, dtype=torch.int32))
+
+
+def test_a_buffer_of_the_very_size_will_do() -> None:
+    pages, lens = torch.tensor([[3, 4], [5, 0]], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
+    buffers = SharedBuffers(*(torch.zeros(count, dtype=torch.int32) for count in (3, 2, 3)))
+    csr = buffers.csr(pages, lens, 1, 3)
+    assert csr is not None
+    assert (csr.indptr.tolist(), csr.indices.tolist(), csr.last_page_len.tolist()) == ([0, 2, 3], [3, 4, 5], [1, 1])
+
+
+def test_an_encoder_that_leaves_no_columns() -> None:
+    table = TokenTable(torch.zeros(2, 16, dtype=torch.int32), 12, torch.device("cpu"))
+    encoders = {"encoder_lens": torch.tensor([0, 8]), "encoder_lens_cpu": [0, 8]}
+    with pytest.raises(ValueError, match=r"a row has 9 tokens, with up to 8 of an encoder in front.*in 16 columns"):
+        table.self_attention(step_rows(batch(**encoders), 12))
+
+
+def test_lengths_may_be_written_over_once_a_step_is_planned() -> None:
+    """Engines keep them in tensors that the next step is written to."""
+    lens, lens_cpu, encoders = (torch.tensor(two, dtype=torch.int32) for two in ((6, 9), (6, 9), (2, 1)))
+    encoders_cpu = encoders.clone()
+    step = replace(batch(lens=lens_cpu), seq_lens=lens, encoder_lens=encoders, encoder_lens_cpu=encoders_cpu)
+    rows = step_rows(step, 40)
+    crossed = TokenTable(torch.zeros(2, 50, dtype=torch.int32), 40, torch.device("cpu")).cross_attention(rows)
+    for each in (lens, lens_cpu, encoders, encoders_cpu):
+        each.fill_(-7)
+    assert (rows.seq_lens.tolist(), rows.seq_lens_cpu.tolist(), crossed.seq_lens.tolist()) == ([6, 9], [6, 9], [2, 1])
+    assert rows.encoder_lens_cpu is not None
+    assert rows.encoder_lens_cpu.tolist() == [2, 1]
+
+
+def test_graphs_of_decodes_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = engine.adapter.plans.plans.backend
+    decodes = replace(backend.capabilities(), cuda_graph=CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+    monkeypatch.setattr(backend, "capabilities", lambda: decodes)
+    engine.adapter.init_cuda_graph_state(2, 6)
+    GraphRunner(engine, 2).run([(0, 1), (1, 1)])
+    with pytest.raises(Unsupported, match="a graph of 3 tokens a row; supported: UNIFORM_SINGLE_TOKEN_DECODE"):
+        GraphRunner(engine, 2, 3)
 
 
 def test_modes_go_by_name() -> None:

@@ -14,6 +14,7 @@ import torch
 from attn_backends.adapters.engine_version import UntestedEngine
 from attn_backends.adapters.sglang import plugin
 from attn_backends.adapters.sglang.backend import SGLangAttention, most_tokens
+from attn_backends.adapters.sglang.layers import reject_layer
 from attn_backends.interface.capabilities import Unsupported
 from attn_backends.registry import AUTO, backends
 from tests.helpers import flashinfer_emulated  # noqa: F401 (registers)
@@ -58,6 +59,10 @@ def test_a_soft_cap_of_another_kind() -> None:
 
     with pytest.raises(Unsupported, match="logit_capping_method: got sigmoid in layer 0"):
         made(change)
+    for cap in (0.0, None, -1.0):  # a layer without one is not capped in any way
+        engine = Engine("TORCH", FULL)
+        engine.layers[0].logit_cap, engine.layers[0].logit_capping_method = cap, "sigmoid"
+        assert not [*reject_layer(engine.layers[0])]
 
 
 def test_layers_of_one_id() -> None:

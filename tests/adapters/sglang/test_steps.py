@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from attn_backends.adapters.sglang.steps import eager_rows, graph_rows
 from attn_backends.testing.graphs.harness import make_recorder
 from tests.helpers import flashinfer_emulated  # noqa: F401 (registers)
 from tests.helpers.sglang_engine import Engine, GraphRunner, Kind, Shape
@@ -139,3 +142,38 @@ def test_without_lengths_on_the_host() -> None:
     step.batch.seq_lens_cpu = None
     with pytest.raises(ValueError, match="exact lengths on the host"):
         engine.attention.init_forward_metadata(step.batch)
+
+
+def step_of(mode: str, lens: list[int], num_tokens: int, *, on_host: bool = True, **more: Any) -> SimpleNamespace:
+    """What SGLang says of a step of so many rows and tokens."""
+    given = {
+        "forward_mode": SimpleNamespace(name=mode), "batch_size": len(lens), "seq_lens": torch.tensor(lens),
+        "seq_lens_cpu": torch.tensor(lens) if on_host else None, "req_pool_indices": torch.arange(len(lens)),
+        "input_ids": torch.zeros(num_tokens, dtype=torch.int64), "spec_info": None,
+    }  # fmt: skip
+    return SimpleNamespace(**given | more)
+
+
+def test_padding_of_a_graph_has_keys_for_its_queries() -> None:
+    """SGLang fills the lengths of padded rows with 1, whatever tokens they have."""
+    rows = graph_rows(step_of("DRAFT_EXTEND_V2", [9, 1], 6), "TORCH", 40, 1)
+    assert (rows.seq_lens.tolist(), rows.seq_lens_cpu.tolist(), rows.query_lens.tolist()) == ([9, 3], [9, 3], [3, 3])
+
+
+def test_a_verify_has_the_tokens_that_it_brings() -> None:
+    """A draft's own number of tokens is of the steps that extend it."""
+    told = SimpleNamespace(num_tokens_per_req=5)
+    for mode, query_len in (("TARGET_VERIFY", 3), ("DRAFT_EXTEND_V2", 5)):
+        rows = graph_rows(step_of(mode, [9, 8], 6, spec_info=told), "TORCH", 40, 1)
+        assert rows.query_lens.tolist() == [query_len] * 2
+
+
+def test_a_decode_beside_a_tree_of_drafts_is_a_decode() -> None:
+    rows = eager_rows(step_of("DECODE", [9, 8], 2), "TORCH", 40, 4)
+    assert (rows.query_lens.tolist(), rows.seq_lens_cpu.tolist()) == ([1, 1], [9, 8])
+
+
+def test_lengths_of_prompts_follow_from_their_prefixes() -> None:
+    prompts = {"extend_seq_lens_cpu": [3, 2], "extend_prefix_lens_cpu": [6, 0]}
+    rows = eager_rows(step_of("EXTEND", [9, 2], 5, on_host=False, **prompts), "TORCH", 40, 1)
+    assert (rows.seq_lens_cpu.tolist(), rows.are_upper_bounds) == ([9, 2], False)

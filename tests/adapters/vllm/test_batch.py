@@ -78,6 +78,7 @@ def test_a_graphs_rows_have_equal_lengths() -> None:
         ([2, 1, 1], 6, 0),
         ([2, 2, 0, 2], 8, 0),
         ([1, 2, 1, 0], 8, 0),
+        ([3, 3, 0], 6, 0),  # a graph of three rows has 9 tokens
     ],
 )
 def test_uniform_batches(query_lens: list[int], tokens: int, expected: int) -> None:
@@ -150,10 +151,21 @@ def test_graphs_serve_batches_that_lie_in_their_tensors() -> None:
     padded.query_start_loc_cpu = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
     assert graphs.size_of(padded) == (4, 1)
     assert graphs.size_of(batch([1, 1, 1, 1], [5, 6, 7, 8])) is None  # elsewhere
+    for name in ("block_table_tensor", "seq_lens", "slot_mapping"):  # one of them is
+        assert graphs.size_of(SimpleNamespace(**vars(first) | {name: getattr(first, name).clone()})) is None
     ragged = SimpleNamespace(**vars(first))
     ragged.query_start_loc_cpu = torch.tensor([0, 2, 3, 4, 4], dtype=torch.int32)
     ragged.max_query_len = 2
     assert graphs.size_of(ragged) is None
+
+
+def test_graphs_go_by_the_tokens_of_a_row() -> None:
+    graphs = CapturedGraphs(SimpleNamespace(hold_graph_buffers=lambda rows, inputs: None))  # type: ignore[arg-type]
+    drafts = batch([3, 3], [5, 6])
+    graphs.capture(drafts, False)
+    assert graphs.size_of(drafts) == (2, 3)
+    decodes = {"query_start_loc_cpu": torch.tensor([0, 1, 2]), "num_actual_tokens": 2, "max_query_len": 1}
+    assert graphs.size_of(SimpleNamespace(**vars(drafts) | decodes)) is None
 
 
 def test_graphs_of_mixed_batches_go_by_tokens() -> None:

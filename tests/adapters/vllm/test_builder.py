@@ -121,6 +121,14 @@ def test_a_cache_lies_as_vllm_says(adapter: Any, theirs: str, ours: str) -> None
     assert built(adapter, layout=theirs).plans.cache.layout == ours
 
 
+def test_a_step_may_have_a_token_of_each_row(adapter: Any) -> None:
+    """vLLM pads decodes to the largest size of its graphs, whatever tokens it schedules at most."""
+    builder = built(adapter)
+    builder.vllm_config.scheduler_config.max_num_batched_tokens = 4
+    builder._set_up()
+    assert builder.plans.limits.max_num_tokens == builder.plans.limits.max_num_requests == 8
+
+
 def test_drafts_are_built_fast(adapter: Any) -> None:
     builder, theirs, seen = built(adapter), batch([1], [3]), []
     plan = builder.plans.plan

@@ -81,6 +81,28 @@ def test_the_models_numbers_are_asked_about() -> None:
     assert (latent.latent_dim, latent.head_dim, latent.head_dim_vo) == (48, 40, 20)
 
 
+def test_heads_that_are_no_multiple_are_asked_about_as_equals() -> None:
+    """Layers of some models have other heads than its config says."""
+    model = SimpleNamespace(get_num_attention_heads=lambda _: 6, get_num_kv_heads=lambda _: 4)
+    plain = spec_of(ASKED, model, None)
+    assert (plain.num_qo_heads, plain.num_kv_heads) == (4, 4)
+
+
+@pytest.mark.parametrize(("block_size", "asked"), [(48, 48), (None, 32)])
+def test_the_pages_are_vllms_where_it_has_chosen(
+    block_size: int | None, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[int | None] = []
+
+    def explain_for(name: str, spec: Any, cache: Any, *more: Any) -> list[str]:
+        pages.append(cache.page_size)
+        return []
+
+    monkeypatch.setattr("attn_backends.adapters.vllm.reasons.explain_for", explain_for)
+    assert reasons_against("TORCH", ASKED | {"block_size": block_size}, "cpu", page_size=32) == []
+    assert pages == [asked]
+
+
 def test_options_come_from_additional_config() -> None:
     assert options_from(None) == {}
     config = SimpleNamespace(additional_config={"attn_backends": {"options": {"a": 1}}, "others": 2})
