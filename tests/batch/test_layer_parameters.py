@@ -86,5 +86,8 @@ def test_shapes_may_differ_and_long_lists_are_cut() -> None:
     specs: dict[object, AttentionSpec] = {**dict.fromkeys(range(30), FULL), "last": replace(FULL, window_left=7)}
     with pytest.raises(ValueError, match="-1 in layers 0, 1, 2, 3, 4, 5, 6, 7 and 22 more; 7 in layer last"):
         infer_global_hyperparameters(get_per_layer_parameters(specs))
+    eight: dict[object, AttentionSpec] = {**dict.fromkeys(range(8), FULL), "last": replace(FULL, window_left=7)}
+    with pytest.raises(ValueError, match="-1 in layers 0, 1, 2, 3, 4, 5, 6, 7; 7 in layer last"):
+        infer_global_hyperparameters(get_per_layer_parameters(eight))
     with pytest.raises(ValueError, match="no layers"):
         infer_global_hyperparameters({})

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from attn_backends.engine.config import SamplingParams
 from attn_backends.engine.request import Request
-from attn_backends.engine.sampler import PendingTokens, Sampler
+from attn_backends.engine.sampler import PendingTokens, Sampler, _thresholds
 
 PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
 
@@ -115,6 +115,12 @@ def test_the_nucleus_is_the_same_whether_found_among_few_tokens_or_all() -> None
         token, peak = Sampler().sample(torch.cat([flat, peaked]), rows)
         assert token >= smallest
         assert peak == 17
+
+
+@pytest.mark.parametrize(("top_p", "least"), [(0.25, 4.0), (0.5, 4.0), (0.51, 2.0), (0.75, 2.0), (0.76, 1.0)])
+def test_a_nucleus_ends_where_the_sum_is_reached(top_p: float, least: float) -> None:
+    weights = torch.tensor([[1.0, 4.0, 2.0, 1.0]])
+    assert _thresholds(weights, [SamplingParams(top_p=top_p)]).tolist() == [[least]]
 
 
 def test_a_large_top_k_keeps_them_all() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, explain, plan_groups, select_backend
-from attn_backends.registry import measured as measured_module
-from attn_backends.registry.measured import Load, fastest_first, nearest, unmeasured
+from attn_backends.registry import measured as measured_module, table
+from attn_backends.registry.measured import Load, Measured, fastest_first, nearest, unmeasured, with_pairs
+from attn_backends.registry.phases import phased_name
 from attn_backends.registry.select import _auto_entries, _choice, _measured, auto_order
 from attn_backends.registry.table import BackendEntry, backends
 from attn_backends.registry.verdicts import Verdict
@@ -185,3 +186,12 @@ def test_auto_takes_no_backend_that_is_much_slower_than_the_fastest() -> None:
     assert max(row["vs fastest there"] for row in taken) <= 1.03
     assert max(row["vs fastest"] for row in taken if row["page size"] != 64) <= 1.03
     assert max(row["vs fastest"] for row in taken) <= 1.04
+
+
+def test_all_pairs_that_pay_stand_before_what_they_beat() -> None:
+    decode, prefill = {"A": 10.0, "B": 20.0, "C": 30.0}, {"A": 100.0, "B": 10.0, "C": 11.0}
+    found = Measured(False, (4, 2, 64), Load(), decode, "here", prefill)
+    entries = fastest_first([table.BackendEntry(name, f"nowhere:{name}") for name in "ABC"], found)
+    assert [entry.name for entry in entries] == ["B", "C", "A"]  # 200, 330, 1000
+    pairs = [phased_name("B", "A"), phased_name("C", "A")]  # 100, 110
+    assert with_pairs(entries, found)[:3] == [*pairs, "B"]

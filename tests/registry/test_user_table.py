@@ -173,3 +173,12 @@ def test_without_prompts_there_are_no_pairs() -> None:
     assert Measured(False, (4, 2, 64), Load(), us, "here", {"ONE": 3.0, "OTHER": 1.0}).pairs() == [
         "PREFILL=OTHER,DECODE=ONE"
     ]
+
+
+def test_times_are_of_one_layer_and_of_a_window_where_it_has_one() -> None:
+    windowed = replace(SPEC, window_left=1000)
+    of_full, of_window = times({"ONE": 1.0}, {"ONE": 7.0}), times({"ONE": 2.0}, {"ONE": 9.0}, windowed)
+    both = replace(of_full, rows=of_full.rows + of_window.rows)
+    for spec, alone in ((SPEC, of_full), (windowed, of_window), (replace(SPEC, window_left=7), of_window)):
+        groups = plan_groups({0: spec})
+        assert both.measured(groups, Load(64, 4096)) == alone.measured(groups, Load(64, 4096))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from pathlib import Path
 
@@ -167,3 +168,20 @@ def test_a_named_backend_serves_models_that_read_numbers(reads_numbers: Path, mo
     assert reads == [reads_numbers]
     with pytest.raises(Unsupported, match="TORCH_MLA"):
         LLM.from_pretrained(config=config.model_copy(update={"backend": "TORCH_MLA"}))
+
+
+def test_a_gguf_file_that_was_written_anew_is_converted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf, converted = tmp_path / "model.gguf", []
+
+    def convert(file: Path, folder: Path) -> None:
+        converted.append(file.read_bytes())
+        folder.mkdir()
+
+    found = []
+    for number, text in enumerate((b"one", b"one", b"two")):  # of one size
+        gguf.write_bytes(text)
+        os.utime(gguf, ns=(0, 10**9 * (1 + (number > 1))))
+        found.append(find_model(str(gguf), convert))
+    assert converted == [b"one", b"two"]
+    assert found[0] == found[1] != found[2]
