@@ -69,6 +69,7 @@ class Capabilities:
     chunks: bool = False  # AttentionSpec.chunk_size
     non_causal: bool = False  # of a decoder layer
     unequal_head_dims: bool = False  # head_dim_vo != head_dim
+    any_scale: bool = False  # AttentionSpec.scale of 0 and below: who hides keys first makes +inf of -inf
     lse: bool = False  # Impl.forward fills `lse`
     fp8_queries: bool = False  # over an fp8 cache it rounds queries and weights to fp8 too: errors of some per cent
     cascade: bool = False  # uses common_prefix_len; without it the value is only a hint that changes nothing
@@ -123,8 +124,11 @@ def _missing_features(can: Capabilities, spec: AttentionSpec) -> list[Rejection]
          "causal=False"),
         ("unequal_head_dims", spec.head_dim != spec.head_dim_vo, can.unequal_head_dims,
          f"head_dim={spec.head_dim}, head_dim_vo={spec.head_dim_vo}"),
+        ("any_scale", spec.scale <= 0, can.any_scale, f"scale={spec.scale:g}"),
     ]  # fmt: skip
-    some = {"alibi": "slopes of ALiBi's paper (spec.alibi_slopes)"} if can.standard_alibi else {}
+    some = {"any_scale": "scales above 0"}
+    if can.standard_alibi:
+        some["alibi"] = "slopes of ALiBi's paper (spec.alibi_slopes)"
     return [
         Rejection(
             code, got, some.get(code, "layers without it"), "Choose a backend that honours it: attn-backends list."

@@ -31,6 +31,7 @@ FLAGS = {
     "chunks": "chunked local attention",
     "non_causal": "non-causal decoder layers",
     "unequal_head_dims": "values of another width",
+    "any_scale": "scales of 0 and below",
     "lse": "LSE",
     "cascade": "shared prefixes attended once",
     "fp8_queries": "queries rounded to fp8 over an fp8 cache",

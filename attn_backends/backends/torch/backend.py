@@ -39,6 +39,7 @@ class TorchBackend(AttentionBackend):
             chunks=True,
             non_causal=True,
             unequal_head_dims=True,
+            any_scale=True,
             lse=True,
             cascade=True,
             cuda_graph=CudaGraphSupport.UNIFORM_BATCH,

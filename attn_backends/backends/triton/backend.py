@@ -48,6 +48,7 @@ class TritonBackend(AttentionBackend):
             chunks=True,
             non_causal=True,
             unequal_head_dims=True,
+            any_scale=True,
             lse=True,
             cuda_graph=CudaGraphSupport.ALWAYS,
             min_compute_capability=(8, 0),

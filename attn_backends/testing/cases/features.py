@@ -130,6 +130,7 @@ def undeclared(backend: type[AttentionBackend], spec: AttentionSpec, cache: KVCa
         "chunks": spec.chunk_size is not None,
         "non_causal": spec.attention_type is AttentionType.DECODER and not spec.causal,
         "unequal_head_dims": spec.head_dim != spec.head_dim_vo,
+        "any_scale": spec.scale <= 0,
     }
     codes = {code for code, (got, some) in allowed.items() if some is not None and got not in some}
     codes |= {code for code, wanted in asked.items() if wanted and not getattr(can, code)}

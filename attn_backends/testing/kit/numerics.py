@@ -114,6 +114,13 @@ class Numerics(KitBase):
         if self.serves(spec, may_refuse=True):
             self.check(spec, ["mixed_small", WHOLE_PROMPTS])
 
+    @pytest.mark.parametrize("scale", [0.0, -0.2])
+    def test_scales_of_zero_and_below(self, scale: float, dtype: torch.dtype) -> None:
+        """Keys that a query does not see stay hidden, and so do slots behind a row's last key."""
+        spec = self.make_spec(scale=scale, dtype=dtype)
+        if self.serves(spec, may_refuse=True):
+            self.check(spec, ["small_decode", "mixed_small", "page_edges_16", WHOLE_PROMPTS])
+
     @pytest.mark.parametrize("layout", ["NHD", "HND"])
     @pytest.mark.parametrize("page_size", [1, 16, 32, 64, 256])
     def test_page_sizes_and_layouts(self, page_size: int, layout: Layout) -> None:

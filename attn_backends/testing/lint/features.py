@@ -69,6 +69,8 @@ PROBES = (
           lambda spec: {"one key too long": {"chunk_size": (spec.chunk_size or 0) + 1}}),
     Probe("non_causal", lambda numbers, spec: {"causal": False}, {"causal": True}),
     Probe("unequal_head_dims", lambda numbers, spec: {"head_dim_vo": spec.head_dim + 16}, {}),
+    Probe("any_scale", lambda numbers, spec: {"scale": numbers.uniform(-2.0, -0.6) * spec.scale}, {"scale": None},
+          lambda spec: {"of the other sign": {"scale": -spec.scale}}),
     Probe("encoder", _of_type(AttentionType.ENCODER), _CAUSAL, attention_type=AttentionType.ENCODER),
     Probe("cross", _of_type(AttentionType.CROSS), {}, attention_type=AttentionType.CROSS),
 )  # fmt: skip

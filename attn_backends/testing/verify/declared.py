@@ -167,9 +167,11 @@ def _features(row: Row, numbers: Random) -> dict[str, Any]:
         found |= {"rope_scale": numbers.uniform(0.5, 8.0), "rope_theta": numbers.choice((5e5, 1e6))}
     if row.get("sinks") == "on":
         found["sinks"] = True
-    if row["scale"] == "other":
+    if row["scale"] != "default":
         dim = row["head_dim"] if "head_dim" in row else row["qk_nope_head_dim"] + row["qk_rope_head_dim"]
         found["scale"] = numbers.uniform(0.3, 1.3) * dim**-0.5
+    if row["scale"] == "not above 0":
+        found["scale"] = numbers.choice((0.0, -found["scale"], -found["scale"]))
     return found
 
 

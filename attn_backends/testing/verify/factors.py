@@ -48,6 +48,7 @@ FIELDS: Mapping[str, tuple[str, ...] | str] = {
     "chunks": ("chunks",),
     "non_causal": ("non_causal",),
     "unequal_head_dims": ("head_dim_vo",),
+    "any_scale": ("scale",),
     "lse": ("lse",),
     "fp8_queries": "how a cache of fp8 is read: cache_dtype has those",
     "cascade": "what a backend makes of a prefix that it is told of: all are told of one in a kind of batch",
@@ -91,7 +92,7 @@ def factors(backend: Backend) -> Factors:
         found["interleaved"] = _SWITCH
     graphs = [GRAPH, WIDE_GRAPH, MIXED_GRAPH][: int(can.cuda_graph)]
     return found | {
-        "scale": ("default", "other"),
+        "scale": ("default", "other", "not above 0") if can.any_scale else ("default", "other"),
         "kv_scales": ("1", "powers of 2", "others"),
         "kind": KINDS,
         "run": (EAGER, *graphs),

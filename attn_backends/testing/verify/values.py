@@ -41,7 +41,7 @@ def _of_layer(spec: AttentionSpec) -> dict[str, Any]:
         "alibi": _switch(spec.alibi_slopes is not None),
         "rope": _rope(spec),
         "sinks": _switch(spec.sinks),
-        "scale": "default" if spec.scale == spec.head_dim**-0.5 else "other",
+        "scale": "not above 0" if spec.scale <= 0 else "default" if spec.scale == spec.head_dim**-0.5 else "other",
     }
     if spec.attention_type is AttentionType.DECODER:
         found["non_causal"] = _switch(not spec.causal)

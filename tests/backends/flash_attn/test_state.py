@@ -254,6 +254,8 @@ def test_doctor_finds_nothing_wrong() -> None:
         (FA3, {"cache_dtype": torch.float8_e5m2}, SMALL, "cache_dtype: got float8_e5m2"),
         (FA3, {"dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn}, SMALL, "float8_e4m3fn with bfloat16"),
         (FA3, {"head_dim_vo": 32}, SMALL, "unequal_head_dims"),
+        (FA3, {"scale": -0.1}, SMALL, "any_scale: got scale=-0.1; supported: scales above 0"),
+        (FA2, {"scale": 0.0}, LARGE, "any_scale: got scale=0; supported: scales above 0"),
         (FA3, {"head_dim": 96, "head_dim_vo": 96}, SMALL, "head_dim: got 96; supported: 64, 128, 192, 256 .*illegal"),
         (FA4, {"alibi_slopes": SLOPES}, SMALL, "alibi: got alibi_slopes"),
         (FA4, {"cache_dtype": torch.float8_e4m3fn}, SMALL, "cache_dtype: got float8_e4m3fn; supported: bfloat16"),

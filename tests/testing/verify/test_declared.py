@@ -103,6 +103,7 @@ def test_every_declared_value_of_a_backend_is_a_factor_s(name: str) -> None:
         assert ("on" in found.get(feature, ())) is getattr(can, feature)
     assert ("on" in found.get("alibi", ())) is (can.alibi or can.standard_alibi)
     assert ("head_dim_vo" in found) is can.unequal_head_dims
+    assert ("not above 0" in found["scale"]) is can.any_scale
     assert len(found["run"]) == 1 + can.cuda_graph
     ranges = {"page_size": can.page_sizes, "qk_nope_head_dim" if can.mla else "head_dim": can.head_dims}
     if can.mla:

@@ -30,6 +30,7 @@ class TorchMLABackend(MLABackend):
     def capabilities() -> Capabilities:
         return latent_capabilities(
             devices=frozenset({"cpu", "cuda"}),
+            any_scale=True,
             dtypes=_FLOATS,
             cache_dtypes=_FLOATS | frozenset(FP8_DTYPES),
         )

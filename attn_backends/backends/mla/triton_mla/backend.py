@@ -25,6 +25,7 @@ class TritonMLABackend(MLABackend):
     def capabilities() -> Capabilities:
         return latent_capabilities(
             devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
+            any_scale=True,
             dtypes=FLOATS,
             cache_dtypes=_CACHED,
             min_compute_capability=(8, 0),
