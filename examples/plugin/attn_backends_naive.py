@@ -95,5 +95,5 @@ class NaiveBackend(ab.AttentionBackend):
     @staticmethod
     def capabilities() -> ab.Capabilities:
         floats = frozenset({torch.float32, torch.float64})
-        return ab.Capabilities(devices=frozenset({"cpu"}), dtypes=floats, cache_dtypes=floats,
-                               layouts=frozenset({"NHD", "HND"}), unequal_head_dims=True, lse=True)  # fmt: skip
+        return ab.Capabilities(devices=frozenset({"cpu"}), dtypes=floats, cache_dtypes=floats, unequal_head_dims=True,
+                               layouts=frozenset({"NHD", "HND"}), any_scale=True, lse=True)  # fmt: skip

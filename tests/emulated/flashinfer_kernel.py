@@ -79,7 +79,8 @@ def attend(
     if rules.alibi is not None:
         slopes = rules.alibi.view(num_kv_heads, 1, group_size, 1)
         logits = logits + slopes * _distances(num_tokens, len(key), rows)[None, :, None]
-    logits = logits.masked_fill(~seen[:, None], -math.inf)
+    hidden = -math.inf if rules.scale > 0 else math.nan  # keys are hidden before the kernel scales
+    logits = logits.masked_fill(~seen[:, None], hidden)
     lse = torch.logsumexp(logits, -1)  # [num_kv_heads, num_tokens, group_size]
     if rules.compares is not None and rules.soft_cap == 0:
         scaled = rules.compares == "logits" or rules.alibi is not None

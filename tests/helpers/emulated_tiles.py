@@ -10,7 +10,10 @@ import torch
 
 HEADER = Path(__file__).with_name("emulated_tiles.h")
 needs_amx = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
-
+needs_products = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.cpu._is_avx512_bf16_supported(),
+    reason="needs products of bfloat16 by AVX-512 beside them",
+)
 
 REFUSED = {"TILES_ALLOWED()": 0}  # as if Linux did: kernels do without
 

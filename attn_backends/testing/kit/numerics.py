@@ -117,8 +117,7 @@ class Numerics(KitBase):
     @pytest.mark.parametrize("scale", [0.0, -0.2])
     def test_scales_of_zero_and_below(self, scale: float, dtype: torch.dtype) -> None:
         """Keys that a query does not see stay hidden, and so do slots behind a row's last key."""
-        spec = self.make_spec(scale=scale, dtype=dtype)
-        if self.serves(spec, may_refuse=True):
+        if self.serves(spec := self.make_spec(scale=scale, dtype=dtype), may_refuse=True):
             self.check(spec, ["small_decode", "mixed_small", "page_edges_16", WHOLE_PROMPTS])
 
     @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -336,7 +336,7 @@ def test_the_command_runs_and_goes_on(tmp_path: Path) -> None:
     assert (report["declared"], report["continued"], report["num_cases"], report["findings"]) == (True, False, 2, [])
     assert report["values"].keys() == factors(TorchBackend).keys()
     assert sum(report["values"]["dtype"].values()) == 2
-    assert f"{report['num_pairs']['run']} of 3185 pairs of them ran, 8 refused (cuda_graph), 41" in done.stdout
+    assert f"{report['num_pairs']['run']} of 3266 pairs of them ran, 8 refused (cuda_graph), 41" in done.stdout
     assert set(report["pairs"]["refused"]) == {"cuda_graph", "no such case"}
     done = verify(*common, "--cases", "1", "--covered", str(file), "--json", str(rest))
     assert done.returncode == 0, done.stdout + done.stderr

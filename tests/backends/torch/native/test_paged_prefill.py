@@ -24,7 +24,7 @@ from attn_backends.testing.cases.random_batch import random_batch, with_pool
 from attn_backends.testing.harness import assert_matches, assert_pool, make_layer, run_backend
 from attn_backends.testing.kit.logits import every_second, levelled
 from attn_backends.testing.kit.numerics import interleaved
-from tests.helpers.emulated_tiles import emulating
+from tests.helpers.emulated_tiles import emulating, needs_products
 from tests.helpers.quick_native import compile_with, forget
 from tests.helpers.threads import threads
 
@@ -82,6 +82,7 @@ def test_random_layers_and_batches(seed: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
+@needs_products
 def test_tiles_of_amx(layer: str, emulated_tiles: None) -> None:
     spec = AttentionSpec(6, 2, 48, dtype=torch.bfloat16, **LAYERS[layer])
     lengths, queries = (500, 129, 64, 700, 3, 333), (1, 129, 63, 20, 3, 200)
@@ -89,6 +90,7 @@ def test_tiles_of_amx(layer: str, emulated_tiles: None) -> None:
 
 
 @pytest.mark.parametrize("seed", [10, 11, 12, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(13, 25))])
+@needs_products
 def test_tiles_of_amx_in_random_layers(seed: int, emulated_tiles: None) -> None:
     check_layer(random.Random(seed), torch.bfloat16)
 
@@ -96,8 +98,6 @@ def test_tiles_of_amx_in_random_layers(seed: int, emulated_tiles: None) -> None:
 @pytest.fixture
 def emulated_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels for prompts are compiled for a CPU with AMX, whose instructions are in plain C."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.cpu._is_avx512_bf16_supported():
-        pytest.skip("needs products of bfloat16 by AVX-512 beside them")
     compile_with(monkeypatch, emulating())
     yield
     forget()
