@@ -69,7 +69,7 @@ class Capabilities:
     chunks: bool = False  # AttentionSpec.chunk_size
     non_causal: bool = False  # of a decoder layer
     unequal_head_dims: bool = False  # head_dim_vo != head_dim
-    any_scale: bool = False  # AttentionSpec.scale of 0 and below: who hides keys first makes +inf of -inf
+    any_scale: bool = False  # AttentionSpec.scale of 0 and below, by which a hidden key's -inf is not to be multiplied
     lse: bool = False  # Impl.forward fills `lse`
     fp8_queries: bool = False  # over an fp8 cache it rounds queries and weights to fp8 too: errors of some per cent
     cascade: bool = False  # uses common_prefix_len; without it the value is only a hint that changes nothing

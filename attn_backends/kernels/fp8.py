@@ -37,7 +37,7 @@ def scale_to_fp16(q, q_scale):  # type: ignore[no-untyped-def]
 
     What is below 2^-25 of the row's largest element is lost.
     """
-    return (q.to(tl.float32) * (1.0 / q_scale)[:, None]).to(tl.float16)  # a division of each takes three times as long
+    return (q.to(tl.float32) * (1.0 / q_scale)[:, None]).to(tl.float16)  # a division is three multiplications
 
 
 @triton.jit

@@ -15,7 +15,6 @@ COLORS = {"TRITON": "#c1272d", "FLASHINFER": "#0072b2", "FLASH_ATTN": "#009e73",
           "StepTable": "#c1272d"}  # fmt: skip
 OTHERS = ("#56b4e9", "#d55e00", "#8a8a8a", "#000000")
 STYLE = {
-    "svg.hashsalt": "attn_backends",
     "svg.fonttype": "none",  # letters stay text: small files that search finds
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],

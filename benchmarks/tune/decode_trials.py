@@ -169,12 +169,13 @@ def main(words: Sequence[str] | None = None) -> None:
     path, rows = given.json or RESULTS / f"decode_trials_{given.seed}.json", []
     work = Work(partial(prepare, given.tiles), measure, partial(clean_up, "cuda"))
     for each, found in measured(list(wanted(given)), work, given.processes, "cuda", given.minutes):
-        if isinstance(found, Failed) or not found["us"]:
-            print(f"{each.shape.name}: {found.why if isinstance(found, Failed) else found['dropped']}", flush=True)
+        row = {"rule us": None, "us": {}, "dropped": [found.why]} if isinstance(found, Failed) else found
+        if row["rule us"] is None or not row["us"]:
+            print(f"{each.shape.name}: {', '.join(row['dropped'])}", flush=True)
             continue
-        rows.append(found)
-        best = min(found["us"], key=found["us"].get)
-        print(f"{each.shape.name}: rule {found['rule us']:.1f} us, {best} {found['us'][best]:.1f} us", flush=True)
+        rows.append(row)
+        best = min(row["us"], key=row["us"].get)
+        print(f"{each.shape.name}: rule {row['rule us']:.1f} us, {best} {row['us'][best]:.1f} us", flush=True)
         write(path.stem, "TRITON's decode by tiles, at random shapes", rows, ("torch", "triton"), path.parent)
     judge(rows)
 
