@@ -123,10 +123,11 @@ def run(arguments: argparse.Namespace) -> Path:
     names, device = backends_of(arguments.backend), arguments.device
     path = arguments.json or RESULTS / f"random_{arguments.seed}.json"
     if arguments.ids:
+        seeds = sorted({seed for seed, _ in arguments.ids})
         shapes = [draw(*each, BOUNDS[device]) for each in dict.fromkeys(arguments.ids)]
     else:
+        seeds = [arguments.seed]
         shapes = list(drawn(arguments.seed, arguments.count, arguments.kinds, BOUNDS[device]))
-    seeds = sorted({each.seed for each in shapes})
     results = Results(path, seeds, names[0], device, arguments.again)
     making = partial(prepare, names, arguments.bare, device)
     work = Work(making, partial(timed, names, arguments.rounds), partial(clean_up, device))
