@@ -397,6 +397,8 @@ def _at_once(  # type: ignore[no-untyped-def]
     k = _load_pieces(key + (page * key_page + slot * key_slot)[:, None], None, 0, DIM, COLUMNS)
     v_rows = value + (page * value_page + slot * value_slot)[:, None]
     v = _load_pieces(v_rows, None, 0, FIRST_VO, COLUMNS_VO)
+    if PDL and IS_SCALED and THREADS == 32 and BLOCK_DIM >= 128:
+        tl.debug_barrier()  # all of these are asked for before queries are waited for, which are scaled first
     q_rows = _query_rows(query, lane, head, first_token, query_token, query_head, GROUP)
     queries = _load_pieces(q_rows, token < query_len, 0, DIM, COLUMNS)
     if IS_SCALED:
