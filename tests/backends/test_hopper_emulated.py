@@ -221,6 +221,29 @@ def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monke
 
 
 @only_interpreted
+@pytest.mark.parametrize("seed", range(24))
+def test_tiles_that_end_within_a_token(seed: int, launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of groups that are no power of two: whole ones that programs look up, by their own lengths, or split."""
+    from attn_backends.backends.triton import metadata
+    from attn_backends.backends.triton.plans import TilePlan
+    from attn_backends.kernels.prefill.splits import PrefillSplits, hopper_tile
+
+    dice = Random(f"within a token {seed}")
+    group, heads, count = dice.choice([3, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 24, 48]), dice.choice([1, 2]), 3
+    seen: dict[str, Any] = dice.choice([{}, {}, {"window_left": dice.randrange(200)}, {"causal": False},
+                                        {"chunk_size": dice.randint(1, 200)}, {"sinks": True}])  # fmt: skip
+    spec = spec_of(heads=(heads * group, heads), **seen)
+    of_tile = tiles_of(spec)[seed % 2]
+    kind = ("looked up", "by length", "split")[seed // 2 % 3]
+    splits = PrefillSplits(8 * (kind == "split"), hopper_tile(spec, of_tile), by_length=kind == "by length")
+    monkeypatch.setattr(metadata, "prefill_plan", lambda *_: TilePlan(of_tile, None if seed // 2 % 3 == 0 else splits))
+    query_lens = [dice.randint(1, 2 + 300 // group) for _ in range(count)]
+    seq_lens = [new + dice.randrange(dice.choice([1, 400])) for new in query_lens]
+    with pretend_multiprocessors(4):
+        check("TRITON", prefill(spec, 16, (seq_lens, query_lens)), launches)
+
+
+@only_interpreted
 @pytest.mark.usefixtures("nth")
 @pytest.mark.parametrize("nth", [1, 2], indirect=True)
 def test_prompts_by_the_other_tile(launches: list[int]) -> None:
@@ -489,6 +512,18 @@ FAULTS = {
         "",
         WRONG,
     ),
+    "the last keys of a tile that ends within a token": (
+        "triton of 7 heads a group",
+        "context + (first + (TILE - 1)) // GROUP",
+        "context + first // GROUP + (TILE // GROUP - 1)",
+        WRONG,
+    ),
+    "tiles that begin within a token": (
+        "triton of 7 heads a group",
+        "(first + lane) // GROUP, (first + lane) % GROUP",
+        "(first + lane) // GROUP, lane % GROUP",
+        "a result is written twice",
+    ),
     "8 bits that are never let go": (
         "triton of 8 bits",
         "    mbarrier.arrive(raw_empty.index(raw_stage))\n",
@@ -655,6 +690,7 @@ def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monke
     given: dict[str, tuple[str, Batch, Any]] = {
         "triton": ("TRITON", prefill(spec_of(), 16, LENS), None),
         "triton of 128 dims": ("TRITON", prefill(spec_of((128, 128)), 16, LENS), None),
+        "triton of 7 heads a group": ("TRITON", prefill(spec_of(heads=(14, 2)), 16, ([150, 70], [40, 33])), None),
         "triton of 8 bits": (
             "TRITON",
             with_outliers(from_8_bits((128, 128), 16, FP8_DTYPES[0], dtype=torch.bfloat16)),

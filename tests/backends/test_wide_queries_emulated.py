@@ -18,7 +18,7 @@ from tests.helpers.mutate import copied_module
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
 
 LENS = [250, 131, 70, 300, 90], [20, 131, 33, 140, 90]  # tiles of one group of warps, of two, and of several blocks
-REST = "tensors, strides, warp_group, GROUP, BLOCK_Q, DIM"
+REST = "tensors, strides, warp_group, GROUP, DIM"
 COPY = f"    _prefetch_queries(q, nth % Q_STAGES, tile_info, {REST}, SPLIT_HEADS)"
 NEXT = f"""        next_tile_info = _next_tile(q, tile_channel, num_tiles, {REST},
                                     Q_STAGES, SPLIT_HEADS)  # fmt: skip

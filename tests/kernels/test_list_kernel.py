@@ -11,7 +11,7 @@ import torch
 
 from attn_backends.spec import AttentionSpec
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
-from tests.helpers.tile_lists import draw, rest_of
+from tests.helpers.tile_lists import draw, draw_tile, rest_of
 
 splits = pytest.importorskip("attn_backends.kernels.prefill.splits", reason="needs triton")
 list_kernel = pytest.importorskip("attn_backends.kernels.prefill.list_kernel")
@@ -54,6 +54,7 @@ def check_list(case: Listed) -> int:
     row, and no split in front of one that sees earlier keys of its row.
     Nothing is written behind the list, and counters begin at 0. Returns the number of splits."""
     spec, tile, target, num_whole, num_rows = case.spec, case.tile, case.target, case.num_whole, len(case.query_lens)
+    of_tile, of_token = tile.counted
     heads, load, starts = spec.num_kv_heads, case.load(), np.cumsum([0, *case.query_lens])
     rest = rest_of(load, num_whole)
     counts = splits.num_splits(splits.TileLoad(rest, load.blocks), heads, max(1, target), tile.min_blocks)
@@ -61,7 +62,7 @@ def check_list(case: Listed) -> int:
     work_items = [each for each in listed if each[0] >= 0]
     assert [each[0] for each in listed[len(work_items) :]] == [-1] * (len(listed) - len(work_items))
     wanted = {
-        (min(row, num_rows - 1), starts[row], query_len, nth * tile.tokens, seq_len, number, split)
+        (min(row, num_rows - 1), starts[row], query_len, nth * of_tile, seq_len, number, split)
         for row, (query_len, seq_len) in enumerate(zip(*case.rows(), strict=True))
         for nth in range(load.tiles[row])
         for number in [counts[row] if nth < rest[row] else 1]
@@ -83,7 +84,7 @@ def check_list(case: Listed) -> int:
     assert all(slot == slots[start, first] for _, start, _, first, _, several, _, slot in work_items if several > 1)
     row_at = {start: row for row, start in enumerate(starts) if row == num_rows or case.query_lens[row]}
     if case.by_length and num_rows - case.first_row <= split_launch.FEW_ROWS:
-        whole = [(-min(seq_len, seq_len - query_len + first + tile.tokens), row)
+        whole = [(-min(seq_len * of_token, (seq_len - query_len) * of_token + first + of_tile), row)
                  for row, _, query_len, first, seq_len, *_ in work_items]  # fmt: skip
     else:
         whole = [(-load.blocks[row_at[start]], row_at[start], -first)
@@ -142,7 +143,7 @@ def draw_alike(seed: int) -> Listed:
     query_lens = [dice.choice((0, 1, most, most, dice.randrange(most))) for _ in range(num_rows)]
     seq_lens = [max(dice.choice(lengths), length) for length in query_lens]
     target = dice.choice((heads, 2 * heads, 9 * heads, 132, 132, 264))
-    tile = splits.SplitTile(max(1, 128 // group), 128, dice.choice((64, 128)))
+    tile = draw_tile(seed, group, dice.choice((64, 128)))
     spec = AttentionSpec(heads * group, heads, 64, dtype=BF16)
     case = Listed(spec, tile, query_lens, seq_lens, dice.choice((0, 0, dice.randrange(num_rows))), target, 0)
     if dice.random() < 0.4:

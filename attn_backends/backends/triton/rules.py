@@ -62,7 +62,7 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
     read = int(num_visible_keys(spec, seq_lens[:num_decodes]).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
     tokens, keys = query_lens[num_decodes:], seq_lens[num_decodes:]
     seen = num_visible_keys(spec, keys - tokens // 2 if spec.causal else keys) + _KEYS_BESIDE
-    products = HOPPER_ROWS * int(num_hopper_tiles(spec, tokens).astype(np.int64) @ seen)
+    products = HOPPER_ROWS * int(num_hopper_tiles(spec, tokens) @ seen)
     even = products / (products + _PRODUCTS_A_BYTE * read)
     return 1.0 if even > _MOST else max(even, _LEAST)
 

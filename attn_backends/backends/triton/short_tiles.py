@@ -108,7 +108,7 @@ def short_tile(
     if one := _one_block(spec, query_lens, seq_lens, num_sms, 1.0 if has_decodes else math.inf):
         return one
     most = int(seen_by_tiles(spec, seq_lens).max(initial=0))
-    num_tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
+    num_tiles = num_hopper_tiles(spec, query_lens)
     has_half = not (for_graph or has_decodes) and half_tile(spec) is not None
     few_keys = _FEW_BESIDE_HALF if has_half else _FEW_KEYS
     if spec.cache_dtype is not spec.dtype:

@@ -35,7 +35,7 @@ from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.graphs.recorder import CudaRecorder, without_python
 from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared_memory
-from attn_backends.kernels.prefill.launch import num_prefill_tiles, visible_range
+from attn_backends.kernels.prefill.launch import visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.repeats import Repeats
@@ -242,7 +242,7 @@ class TritonState(AttentionState[TritonMetadata]):
             return None
         spec, tile, num_rows = self._specs[group], splits.tile, span.stop - span.first_row
         most_rows = min(num_rows, num_tokens // (others_tokens + 1)) + 1 if num_tokens else num_rows
-        num_tiles = num_prefill_tiles(span.num_tokens, most_rows, tile.tokens)
+        num_tiles = tile.most_tiles(span.num_tokens, most_rows)
         where = workspace.partial_acc, workspace.partial_ml, workspace.tiles
         num_kv_heads = splits.num_kv_heads or spec.num_kv_heads
         return TileList(splits, num_kv_heads, visible_range(spec), span.first_row, num_rows, num_tiles,

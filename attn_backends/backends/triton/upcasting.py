@@ -58,7 +58,7 @@ def is_faster_upcast(
     taken = len(sections) * _STARTING + (in_all + _UPCASTING * num_keys) * heads
     tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
     read = _READ_OF_8_BITS[tile.rows] if tile.beside else _PORTABLE_READ
-    return taken < read * float(-(-query_lens // tile.tokens) @ keys) * heads
+    return taken < read * float(tile.num_tiles(query_lens) @ keys) * heads
 
 
 def upcast_sections(spec: AttentionSpec, seq_lens: IntArray, num_bytes: int) -> list[slice]:

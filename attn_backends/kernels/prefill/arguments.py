@@ -171,7 +171,6 @@ class HopperShape(NamedTuple):
     page_size: int  # 0: keys lie as they came
     num_kv_heads: int
     group_size: int
-    tile_tokens: int
     head_dim: int
     head_dim_vo: int
     use_pdl: int
@@ -185,7 +184,6 @@ class HopperConstants(NamedTuple):
     TMA_ROWS: int
     KV_HEADS: int
     GROUP: int
-    BLOCK_Q: int
     BLOCK_N: int
     DIM: int
     DIM_VO: int
@@ -231,7 +229,9 @@ class ListNumbers(NamedTuple):
     others_tokens: int  # of rows of no more query tokens, which another launch serves
     num_tokens: int
     num_counters: int
-    tile_tokens: int
+    tile_tokens: int  # that a tile has queries of, at most
+    tile_queries: int  # see `SplitTile.counted`
+    token_queries: int
     block_keys: int
     min_blocks: int  # of a split at least
 
@@ -270,7 +270,8 @@ class JoinStrides(NamedTuple):
 class JoinConstants(NamedTuple):
     KV_HEADS: int
     GROUP: int
-    BLOCK_Q: int
+    TILE: int
+    OF_FIRST: int
     BLOCK_M: int
     DIM_VO: int
     BLOCK_DIM_VO: int

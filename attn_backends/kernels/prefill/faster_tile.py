@@ -60,9 +60,8 @@ def faster_hopper_tile(
 
 def mean_load(spec: AttentionSpec, tile: HopperTile, query_lens: IntArray, seq_lens: IntArray) -> TileLoad:
     """Tiles, and the blocks that one of a row's reads in the mean."""
-    tokens = tile.tokens(spec.group_size)
-    seen = mean_keys(spec, tokens, query_lens, seq_lens)
-    return TileLoad(-(-query_lens.astype(np.int64) // tokens), -(-seen // tile.keys))
+    seen = mean_keys(spec, tile.rows // spec.group_size, query_lens, seq_lens)
+    return TileLoad(-(-query_lens.astype(np.int64) * spec.group_size // tile.rows), -(-seen // tile.keys))
 
 
 def mean_keys(spec: AttentionSpec, tokens: int, query_lens: IntArray, seq_lens: IntArray) -> NDArray[np.int64]:

@@ -113,7 +113,6 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     TMA_ROWS: gl.constexpr,  # rows of a TMA tile
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,  # query heads of a KV head
-    BLOCK_Q: gl.constexpr,  # query tokens of a tile
     BLOCK_N: gl.constexpr,  # keys of a block
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
@@ -182,12 +181,12 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize(
             [
                 (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_make_16_bits, (loaded, kv_pipeline, tile_channel, BLOCK_N, DIM, DIM_VO, E5M2)),
                 (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
                          DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
-                               KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
+                               KV_HEADS, GROUP, GROUPS, BLOCK_N, SPLIT)),
             ],
             [4, 1, 1],
             [232, 24, 24],
@@ -196,11 +195,11 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize(
             [
                 (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
                          DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
-                               KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
+                               KV_HEADS, GROUP, GROUPS, BLOCK_N, SPLIT)),
             ],
             [1, 1],
             [24, 24],
@@ -209,14 +208,14 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize(
             [
                 (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_make_16_bits, (loaded, kv_pipeline, tile_channel, BLOCK_N, DIM, DIM_VO, E5M2)),
                 (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
                          DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
-                               KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
+                               KV_HEADS, GROUP, GROUPS, BLOCK_N, SPLIT)),
             ],
             [4, 4, 1, 1],
             [216, 56, 24, 24],
@@ -225,13 +224,13 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize(
             [
                 (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
                          DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
-                               KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
+                               KV_HEADS, GROUP, GROUPS, BLOCK_N, SPLIT)),
             ],
             [4, 1, 1],
             [240, 24, 24],
@@ -240,15 +239,15 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize(
             [
                 (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_attend, (tensors, strides, scales, window, flags, q_2, kv_pipeline, tile_channel, 2, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
                          DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
-                               KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
+                               KV_HEADS, GROUP, GROUPS, BLOCK_N, SPLIT)),
             ],
             [4, 4, 1, 1],
             [160, 160, 24, 24],
@@ -263,23 +262,25 @@ def _span(  # type: ignore[no-untyped-def]
     window,
     CHUNK: gl.constexpr,
     LOCAL: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """The blocks of a tile from query token `first` of a row on.
+    """The blocks of a tile of TILE queries from a row's query `first` on, token times group plus query head.
 
     Returns the first key of its blocks, how many blocks there are, and, as they are taken from the last on, which is
     the first that all queries see whole, and which the first after those."""
     window_right, window_left = window
-    oldest = seq_len - query_len + first  # position of the tile's first query
+    context = seq_len - query_len
+    oldest, newest = context + first // GROUP, context + (first + (TILE - 1)) // GROUP  # positions
     start = first_key(oldest, window_left, CHUNK) // BLOCK_N * BLOCK_N
-    stop = gl.minimum(seq_len, oldest + BLOCK_Q + window_right)
-    if first >= query_len:
+    stop = gl.minimum(seq_len, newest + 1 + window_right)
+    if first >= query_len * GROUP:
         stop = start
     num_blocks = gl.maximum(stop - start + BLOCK_N - 1, 0) // BLOCK_N
     upper, lower = num_blocks, num_blocks
     if LOCAL == 2:
-        newest = gl.minimum(oldest + BLOCK_Q, seq_len) - 1
+        newest = gl.minimum(newest, seq_len - 1)
         seen_from, seen_to = seen_by_all(oldest, newest, seq_len, window_right, window_left, CHUNK)
         upper -= gl.maximum(seen_to - start, 0) // BLOCK_N
         lower = gl.maximum(upper, num_blocks - (gl.maximum(seen_from - start, 0) + BLOCK_N - 1) // BLOCK_N)
@@ -301,7 +302,8 @@ def _take_tiles(  # type: ignore[no-untyped-def]
     PAGE_SIZE: gl.constexpr,
     TMA_ROWS: gl.constexpr,
     KV_HEADS: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
@@ -310,19 +312,20 @@ def _take_tiles(  # type: ignore[no-untyped-def]
     Taken sooner, tiles would go to programs that are busy with a long one as often as to others. Behind a tile of few
     blocks, which takes no longer than it takes to look up another, it does not wait to take it.
     """
+    TILE: gl.constexpr = GROUPS * BLOCK_M
     _info_smem, _ids_smem, _info_full, info_empty = tile_channel
     num_programs = gl.num_programs(0)
     if SPLIT == 0:
-        num_tiles = _count_tiles(rows, spans, BLOCK_Q)
+        num_tiles = _count_tiles(rows, spans, GROUP, TILE)
     tile, nth, head, begin, before = gl.program_id(0), 0, 0, 0, 0
     was_short = tile < 0
     while head >= 0:
         if SPLIT:
             at, part = _load_item(tile, listed, KV_HEADS)
         else:
-            at, begin, before = _look_up(tile, num_tiles, begin, before, rows, spans, KV_HEADS, BLOCK_Q)
+            at, begin, before = _look_up(tile, num_tiles, begin, before, rows, spans, KV_HEADS, GROUP, TILE)
         row, head, first_token, query_len, first, seq_len = at
-        span = _span(query_len, first, seq_len, window, CHUNK, LOCAL, BLOCK_Q, BLOCK_N)
+        span = _span(query_len, first, seq_len, window, CHUNK, LOCAL, GROUP, TILE, BLOCK_N)
         if SPLIT:
             span = _part_of(span, part, BLOCK_N)
         start, num_blocks, upper, lower = span
@@ -407,48 +410,50 @@ def _part_of(span, part, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _look_up(  # type: ignore[no-untyped-def]
-    program, num_tiles, begin, before, rows, spans, KV_HEADS: gl.constexpr, BLOCK_Q: gl.constexpr
+    program, num_tiles, begin, before, rows, spans, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr
 ):
-    """A tile's row and head, the row's first query token and their number, which of them is the tile's first, and the
-    row's length; a head of -1 behind the last tile. It looks among WARP_SIZE rows at a time, first among those from the
-    `begin`th on, which have `before` tiles in front; also returns where it found the tile."""
+    """A tile's row and head, the row's first query token and their number, which of its queries is the tile's first,
+    and the row's length; a head of -1 behind the last tile. It looks among WARP_SIZE rows at a time, first among those
+    from the `begin`th on, which have `before` tiles in front; also returns where it found the tile."""
     seq_lens, query_start_loc, _, _, _ = rows
     first_row, num_rows, section = spans
     last = num_tiles * KV_HEADS - 1
     head, tile = tile_of(gl.minimum(program, last), gl.maximum(num_tiles, 1), section, KV_HEADS)
     if tile < before:
         begin, before = begin * 0, before * 0
-    counts = _tile_counts(rows, spans, begin, BLOCK_Q)
+    counts = _tile_counts(rows, spans, begin, GROUP, TILE)
     while (begin + WARP_SIZE < num_rows) & (before + gl.sum(counts, 0) <= tile):
         before += gl.sum(counts, 0)
         begin += WARP_SIZE
-        counts = _tile_counts(rows, spans, begin, BLOCK_Q)
+        counts = _tile_counts(rows, spans, begin, GROUP, TILE)
     ends = before + gl.associative_scan(counts, 0, _add)
     row = first_row + gl.minimum(begin + gl.sum((ends <= tile).to(gl.int32), 0), num_rows - 1)
     first_of_row = gl.max(gl.where(ends <= tile, ends, before), 0)
     first_token = gl.load(query_start_loc + row)
     query_len = gl.load(query_start_loc + row + 1) - first_token
     head = gl.where(program > last, -1, head)
-    at = (row, head, first_token, query_len, (tile - first_of_row) * BLOCK_Q, gl.load(seq_lens + row))
+    at = (row, head, first_token, query_len, (tile - first_of_row) * TILE, gl.load(seq_lens + row))
     return at, begin, before
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _count_tiles(rows, spans, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
+def _count_tiles(rows, spans, GROUP: gl.constexpr, TILE: gl.constexpr):  # type: ignore[no-untyped-def]
     """Number of tiles of all rows, for one KV head."""
     l_i = 0
     for begin in range(0, spans[1], WARP_SIZE):
-        l_i += gl.sum(_tile_counts(rows, spans, begin, BLOCK_Q), 0)
+        l_i += gl.sum(_tile_counts(rows, spans, begin, GROUP, TILE), 0)
     return l_i
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _tile_counts(rows, spans, begin, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
+def _tile_counts(  # type: ignore[no-untyped-def]
+    rows, spans, begin, GROUP: gl.constexpr, TILE: gl.constexpr
+):
     """Number of tiles [WARP_SIZE] i32 of rows from the `begin`th on; 0 after the last."""
     nth = begin + gl.arange(0, WARP_SIZE, LANE_LAYOUT)
     starts, there = rows[1] + spans[0] + nth, nth < spans[1]
     lens = gl.load(starts + 1, mask=there, other=0) - gl.load(starts, mask=there, other=0)
-    return (lens + (BLOCK_Q - 1)) // BLOCK_Q
+    return (lens * GROUP + (TILE - 1)) // TILE
 
 
 @gluon.jit
@@ -482,8 +487,8 @@ def _read_info(tile_channel, nth, PAGE_SIZE: gl.constexpr):  # type: ignore[no-u
     """Wait for the program's nth tile, and return its `tile_info` and, for one warp, its first page ids.
 
     A `tile_info` is the tile's head, its row or, without pages, where its keys start, its span (see `_span`) with the
-    row's length between, the row's first query token and their number, and which of them is the tile's first. With
-    SPLIT the first is what `_load_item` makes of the head.
+    row's length between, the row's first query token and their number, and which query is the tile's first: token times
+    group plus query head. With SPLIT the first number is what `_load_item` makes of the head.
     """
     info_smem, ids_smem, info_full, _info_empty = tile_channel
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -693,7 +698,6 @@ def _attend(  # type: ignore[no-untyped-def]
     CHUNK: gl.constexpr,
     LOCAL: gl.constexpr,
     GROUP: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
@@ -703,7 +707,7 @@ def _attend(  # type: ignore[no-untyped-def]
     """A warp group attends for 64 queries of every tile. Those of the next come while the last values of this one are
     added up."""
     tile_info, _ids = _consume(tile_channel, 0, 0)
-    _prefetch_queries(q, 0, tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
+    _prefetch_queries(q, 0, tile_info, tensors, strides, warp_group, GROUP, DIM, SPLIT_HEADS)
     num_tiles, done = 0, 0
     while tile_info[0] >= 0:
         async_copy.wait_group(0)
@@ -711,15 +715,15 @@ def _attend(  # type: ignore[no-untyped-def]
         fence_async_shared()
         barrier()
         num_tiles += 1
-        if tile_info[9] + warp_group * BLOCK_M // GROUP < tile_info[8]:
+        if tile_info[9] + warp_group * BLOCK_M < tile_info[8] * GROUP:
             next_tile_info = _attend_tile(
                 tile_info, tile_channel, num_tiles, done, tensors, strides, scales, window, flags, q, q_scales,
-                kv_pipeline, warp_group, GROUPS, CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES,
+                kv_pipeline, warp_group, GROUPS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES,
                 SPLIT_HEADS,
             )  # fmt: skip
         else:
             _let_pass(kv_pipeline, done, tile_info[3])
-            next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
+            next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, DIM,
                                         Q_STAGES, SPLIT_HEADS)  # fmt: skip
         done += tile_info[3]
         tile_info = next_tile_info
@@ -778,7 +782,6 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     CHUNK: gl.constexpr,
     LOCAL: gl.constexpr,
     GROUP: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
@@ -795,8 +798,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     scale, _value_scale = scales
     _head, _row, start, num_blocks, seq_len, upper, lower, _first_token, query_len, first = tile_info
 
-    lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
-    token = first + lane // GROUP
+    token, _q_head = _token_and_head(first, warp_group, GROUP, ROW)
     position = seq_len - query_len + token
     low = first_key(position, window_left, CHUNK)
     high = gl.minimum(position + window_right, gl.maximum(position, 0) // CHUNK * CHUNK + (CHUNK - 1))
@@ -830,13 +832,13 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         if LOCAL == 2:
             state = _blocks(state, at, lower, num_blocks, last, low, high, scale, BEFORE, GROUPS, BLOCK_N, DIM,
                             DIM_VO)  # fmt: skip
-        next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
+        next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, DIM,
                                     Q_STAGES, SPLIT_HEADS)  # fmt: skip
         p, acc, m_i, l_i = state
         stage, phase = (done + num_blocks - 1) % V_STAGES, (done + num_blocks - 1) // V_STAGES & 1
         mbarrier.wait(full[1].index(stage), phase)
         if LOCAL:
-            unseen = first_key(seq_len - query_len + first, window_left, CHUNK) - start
+            unseen = first_key(seq_len - query_len + first // GROUP, window_left, CHUNK) - start
             if unseen > 0:
                 _clear_values(values, stage, 0, unseen, BLOCK_N, DIM_VO)
         acc = _add_values(_operands(p, values.dtype, acc, DIM_VO), values, stage, acc, BLOCK_N, DIM_VO)
@@ -844,20 +846,20 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         barrier()
         mbarrier.arrive(empty[1].index(stage))
     else:
-        next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
+        next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, DIM,
                                     Q_STAGES, SPLIT_HEADS)  # fmt: skip
 
     l_i = row_sums(l_i, ROW)
     if SPLIT_HEADS:
         slot = tile_info[0] - SPLIT_HEADS
         if slot >= 0:
-            _store_partial(tile_info, slot, acc, m_i * scale, l_i, tensors, warp_group, GROUPS, GROUP, BLOCK_Q,
+            _store_partial(tile_info, slot, acc, m_i * scale, l_i, tensors, warp_group, GROUPS, GROUP,
                            DIM_VO)  # fmt: skip
         else:
             _write_tile(tile_info, q_stage, acc, m_i, l_i, tensors, strides, scales, flags, q, warp_group, GROUP,
-                        BLOCK_Q, DIM, DIM_VO, Q_STAGES)  # fmt: skip
+                        DIM, DIM_VO, Q_STAGES)  # fmt: skip
     else:
-        _write_tile(tile_info, q_stage, acc, m_i, l_i, tensors, strides, scales, flags, q, warp_group, GROUP, BLOCK_Q,
+        _write_tile(tile_info, q_stage, acc, m_i, l_i, tensors, strides, scales, flags, q, warp_group, GROUP,
                     DIM, DIM_VO, Q_STAGES)  # fmt: skip
     return next_tile_info
 
@@ -883,7 +885,6 @@ def _next_tile(  # type: ignore[no-untyped-def]
     strides,
     warp_group: gl.constexpr,
     GROUP: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
     DIM: gl.constexpr,
     Q_STAGES: gl.constexpr,
     SPLIT_HEADS: gl.constexpr,
@@ -891,7 +892,7 @@ def _next_tile(  # type: ignore[no-untyped-def]
     """The `tile_info` of the program's nth tile, whose queries are asked for. All threads have seen the last logits of
     the one before, so that its queries' place is free."""
     tile_info, _ids = _consume(tile_channel, nth, 0)
-    _prefetch_queries(q, nth % Q_STAGES, tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
+    _prefetch_queries(q, nth % Q_STAGES, tile_info, tensors, strides, warp_group, GROUP, DIM, SPLIT_HEADS)
     return tile_info
 
 
@@ -901,6 +902,20 @@ def _head_of(head, SPLIT_HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
     if SPLIT_HEADS:
         head %= SPLIT_HEADS
     return head
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _token_and_head(  # type: ignore[no-untyped-def]
+    first, warp_group: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """[BLOCK_M]: query tokens of a row and query heads of the KV head, of a warp group's queries in a tile that begins
+    with the row's query `first`. A tile may begin and end in the middle of a token, so that none of its rows are left
+    empty by groups that are no power of two."""
+    lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, LAYOUT)
+    if BLOCK_M % GROUP == 0:  # all tiles begin with a token: less is worked out for each query
+        return first // GROUP + lane // GROUP, lane % GROUP
+    else:
+        return (first + lane) // GROUP, (first + lane) % GROUP
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -914,7 +929,6 @@ def _store_partial(  # type: ignore[no-untyped-def]
     warp_group: gl.constexpr,
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
     DIM_VO: gl.constexpr,
 ):
     """Store what a split's keys gave for 64 of a tile's queries: sums [GROUPS * 64, a power of two of columns] f32 in
@@ -924,7 +938,7 @@ def _store_partial(  # type: ignore[no-untyped-def]
     _query, _output, _lse, _sinks, partial_acc, partial_ml = tensors
     query_len, first = tile_info[8], tile_info[9]
     lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
-    live = (first + lane // GROUP < query_len) & (lane < BLOCK_Q * GROUP)
+    live = first + lane < query_len * GROUP
     at = slot.to(gl.int64) * (GROUPS * BLOCK_M) + lane
     gl.store(partial_ml + at * 2, m_i, mask=live)
     gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
@@ -946,7 +960,6 @@ def _write_tile(  # type: ignore[no-untyped-def]
     q,
     warp_group: gl.constexpr,
     GROUP: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
     Q_STAGES: gl.constexpr,
@@ -959,10 +972,9 @@ def _write_tile(  # type: ignore[no-untyped-def]
     has_sinks, want_lse = flags
     scale, value_scale = scales
     head, first_token, query_len, first = tile_info[0], tile_info[7], tile_info[8], tile_info[9]
-    lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
-    token = first + lane // GROUP
-    live = (token < query_len) & (lane < BLOCK_Q * GROUP)
-    q_head = head * GROUP + lane % GROUP
+    token, q_head = _token_and_head(first, warp_group, GROUP, ROW)
+    live = token < query_len
+    q_head += head * GROUP
     at = (first_token + token).to(gl.int64)
     saw = l_i > 0
     m_i *= scale
@@ -976,16 +988,10 @@ def _write_tile(  # type: ignore[no-untyped-def]
     elif Q_STAGES > 1 and column_tiles(DIM) * TMA_COLS == acc_width(DIM_VO, 0):  # as wide as the tile's queries
         WIDE: gl.constexpr = acc_width(DIM_VO, 0)
         COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [gl.num_warps(), 1], [1, 0])
-        tile_row = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
-        token_of_row = first + tile_row // GROUP
-        to = (
-            output
-            + (first_token + token_of_row).to(gl.int64) * out_token
-            + (head * GROUP + tile_row % GROUP) * out_head
-        )
+        token_of_row, head_of_row = _token_and_head(first, warp_group, GROUP, gl.SliceLayout(1, COALESCED))
+        to = output + (first_token + token_of_row).to(gl.int64) * out_token + (head * GROUP + head_of_row) * out_head
         smem = q._reinterpret(q.dtype, [Q_STAGES, BLOCK_M, WIDE], BLOCK_LAYOUT).index(q_stage)
-        live_rows = (token_of_row < query_len) & (tile_row < BLOCK_Q * GROUP)
-        write_rows_by_smem(to, acc[0], share, live_rows, smem, DIM_VO)
+        write_rows_by_smem(to, acc[0], share, token_of_row < query_len, smem, DIM_VO)
     else:
         to = output + at * out_token + q_head * out_head
         for i in gl.static_range(num_accs(DIM_VO)):
@@ -1201,7 +1207,6 @@ def _prefetch_queries(  # type: ignore[no-untyped-def]
     strides,
     warp_group: gl.constexpr,
     GROUP: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
     DIM: gl.constexpr,
     SPLIT_HEADS: gl.constexpr,
 ):
@@ -1214,10 +1219,9 @@ def _prefetch_queries(  # type: ignore[no-untyped-def]
     query, _output, _lse, _sinks, _partial_acc, _partial_ml = tensors
     query_token, query_head, _out_token, _out_head, _lse_token = strides
     kv_head = _head_of(head, SPLIT_HEADS)
-    lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
-    token = first + lane // GROUP
-    live = (head >= 0) & (token < query_len) & (lane < BLOCK_Q * GROUP)
-    at = query + (first_token + token).to(gl.int64) * query_token + (kv_head * GROUP + lane % GROUP) * query_head
+    token, q_head = _token_and_head(first, warp_group, GROUP, gl.SliceLayout(1, COALESCED))
+    live = (head >= 0) & (token < query_len)
+    at = query + (first_token + token).to(gl.int64) * query_token + (kv_head * GROUP + q_head) * query_head
     column = gl.arange(0, TMA_COLS, gl.SliceLayout(0, COALESCED))
     at = at[:, None] + column[None]
     for column_tile in gl.static_range(column_tiles(DIM)):

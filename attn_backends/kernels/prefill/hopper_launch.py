@@ -78,9 +78,9 @@ def _numbers(
     """What follows from shapes and strides: the numbers of a launch, how keys and values lie in TMA tiles, and a tile's
     rows."""
     hopper, hopper_kernel = _for_hopper()
-    keys = shape.tile.keys
+    keys, tokens = shape.tile.keys, shape.tile.tokens(shape.group_size)
     window_right, window_left, chunk = visible
-    has_whole_blocks = min(window_left - shape.tile_tokens, chunk - 1) >= keys - 1  # all see some, wherever it is
+    has_whole_blocks = min(window_left - tokens, chunk - 1) >= keys - 1  # all see some, wherever it is
     local = 0 if min(window_left, chunk) >= FAR.value else 2 if has_whole_blocks else 1
     rows = hopper.tma_rows(shape.page_size, keys)
     in_tiles = [layout.in_tiles(dim, hopper.TMA_COLS.value) for layout, dim in zip(layouts, dims, strict=True)]
@@ -95,7 +95,7 @@ def _numbers(
         HopperStrides._make((*strides, lse_stride or 0)),
         HopperConstants(
             CHUNK=chunk, LOCAL=local, PAGE_SIZE=shape.page_size, TMA_ROWS=rows, KV_HEADS=shape.num_kv_heads,
-            GROUP=shape.group_size, BLOCK_Q=shape.tile_tokens, BLOCK_N=keys, DIM=shape.head_dim,
+            GROUP=shape.group_size, BLOCK_N=keys, DIM=shape.head_dim,
             DIM_VO=shape.head_dim_vo, GROUPS=shape.tile.groups,
             K_STAGES=shape.tile.stages, V_STAGES=shape.tile.blocks_of_values,
             Q_STAGES=shape.tile.q_stages, USE_PDL=shape.use_pdl,

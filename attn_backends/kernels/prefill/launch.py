@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import (
@@ -39,7 +40,7 @@ from attn_backends.kernels.prefill.hopper_launch import prefill_on_hopper
 from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.kernels.prefill.split_launch import TileList, join_splits
-from attn_backends.kernels.prefill.splits import SplitTile, hopper_tile
+from attn_backends.kernels.prefill.splits import SplitTile, hopper_tile, most_tiles
 from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles, section_heads
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded
@@ -79,9 +80,9 @@ def num_visible_keys(spec: AttentionSpec, keys: IntArray) -> IntArray:
     return keys if reach is None else np.minimum(keys, min(reach, FAR.value))  # which 32 bits hold
 
 
-def num_hopper_tiles(spec: AttentionSpec, query_lens: IntArray) -> IntArray:
+def num_hopper_tiles(spec: AttentionSpec, query_lens: IntArray) -> NDArray[np.int64]:
     """Number of tiles of each row, by the prefill kernel for Hopper, for one KV head."""
-    return -(-query_lens // max(1, HOPPER_ROWS // spec.group_size))
+    return -(-query_lens.astype(np.int64) * spec.group_size // HOPPER_ROWS)
 
 
 def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
@@ -103,11 +104,6 @@ def portable_tile(spec: AttentionSpec, tile: TileSizes) -> SplitTile:
     """What the portable prefill kernel reads at a time, by its tile."""
     tokens = max(1, tile.rows // spec.group_size)
     return SplitTile(tokens, padded(tokens * spec.group_size), tile.keys)
-
-
-def num_prefill_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
-    """Most that so many rows of so many query tokens in all can have (see `rows_of`); of one row, what it has."""
-    return (num_tokens + num_rows * (tile_tokens - 1)) // tile_tokens
 
 
 class Rows(NamedTuple):
@@ -175,9 +171,11 @@ class PrefillKernels:
         if (on_hopper or in_blocks) and self._has_tensor_engine:
             layouts = row_layouts(key, value)
         on_hopper, in_blocks = on_hopper and layouts is not None, in_blocks and layouts is not None
-        tile_tokens = max(1, (of_hopper if on_hopper and of_hopper else tile).rows // spec.group_size)
-        num_rows = rows.seq_lens.shape[0] - rows.first_row
-        num_tiles = num_prefill_tiles(rows.num_tokens, num_rows, tile_tokens)
+        num_rows, tile_tokens = rows.seq_lens.shape[0] - rows.first_row, max(1, tile.rows // spec.group_size)
+        if on_hopper and of_hopper:
+            num_tiles = most_tiles(rows.num_tokens * spec.group_size, num_rows, of_hopper.rows)
+        else:
+            num_tiles = most_tiles(rows.num_tokens, num_rows, tile_tokens)
         section = section_heads(spec, rows.max_seq_len, key.itemsize, num_kv_heads)
         tiled = PrefillRows(rows.first_row, num_rows, num_tiles, section)
         slopes, sinks = self._extras
@@ -186,7 +184,7 @@ class PrefillKernels:
         scales, visible, has_sinks = self._scales[is_cached], self._visible, self._has_sinks
         if on_hopper and of_hopper and layouts is not None:
             shape = HopperShape(
-                of_hopper, page_size, num_kv_heads, spec.group_size, tile_tokens, spec.head_dim, spec.head_dim_vo,
+                of_hopper, page_size, num_kv_heads, spec.group_size, spec.head_dim, spec.head_dim_vo,
                 use_pdl=int(self._supports_pdl), launch_dependents=0,
             )  # fmt: skip
             return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)

@@ -9,8 +9,8 @@ from attn_backends.kernels.split_kv import FAR, load_rows, of_row, store_items
 
 DIGITS = tl.constexpr(16)  # that a digit can be, all of which are tried at a time
 _NOT_CONSTANT = ["first_row", "num_rows", "max_items", "num_whole", "target", "num_kv_heads", "window_right",
-                 "window_left", "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "block_keys",
-                 "min_blocks"]  # fmt: skip
+                 "window_left", "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "tile_queries",
+                 "token_queries", "block_keys", "min_blocks"]  # fmt: skip
 
 
 @triton.jit(
@@ -34,7 +34,9 @@ def list_kernel(  # type: ignore[no-untyped-def]
     others_tokens,  # rows of no more query tokens are left alone, if MIXED
     num_tokens,  # tokens behind all rows up to there are one more row, without keys, if MIXED
     num_counters,
-    tile_tokens,  # query tokens of a tile
+    tile_tokens,  # query tokens that a tile has queries of, at most
+    tile_queries,  # of a tile, as first queries are counted
+    token_queries,  # of a token, as these are counted: 1 where all tiles begin with a token, which are counted then
     block_keys,
     min_blocks,  # blocks of a split at least
     BLOCK_ROWS: tl.constexpr,  # rows that are looked at at a time; once in all, if there are no more
@@ -46,8 +48,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
 ):
     """List a step's tiles, and the splits of those that have several, as `splits.num_splits` says.
 
-    A work item is a row (-1: none), its first query token and their number, which of them is the tile's first, the
-    row's length, the number of the tile's splits, which of them this is, and the first one's partial slot.
+    A work item is a row (-1: none), its first query token and their number, which of its queries is the tile's first,
+    the row's length, the number of the tile's splits, which of them this is, and the first one's partial slot.
 
     First come `num_whole` tiles of the longest rows, then splits, a row's first ones of all its tiles in front of its
     second ones, as tiles that are worked on at a time then read the same keys, and memory is asked for these once. A
@@ -55,7 +57,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
     are in front, and of a row the last ones, which see the most keys where attention is causal: so what is left for the
     end is short. With BY_LENGTH it is shorter: tiles that see more keys are in front of all rows' that see less.
     """
-    window, mixed, tile = (window_right, window_left, chunk), (others_tokens, num_tokens), (tile_tokens, block_keys)
+    window, mixed = (window_right, window_left, chunk), (others_tokens, num_tokens)
+    tile = (tile_tokens, tile_queries, token_queries, block_keys)
     rows = (seq_lens, query_start_loc, first_row, num_rows, num_whole, window, mixed, tile)
     own = tl.program_id(0) * OWN_ROWS + tl.arange(0, OWN_ROWS)
     tiles, blocks, lens, starts, query_lens = _load_of(rows, own, MIXED)
@@ -84,10 +87,10 @@ def list_kernel(  # type: ignore[no-untyped-def]
         from_last = tl.where(is_whole, nth, whole[:, None] + split_tile)  # tiles of the row behind it
         slot = (split_begins + whole_counts)[:, None] + split_tile * splits[:, None]  # of several splits
         if BY_LENGTH:
-            work_item = _by_length(all_rows, own, (tiles, lens, query_lens), nth, tile_tokens, BLOCK_ROWS)
+            work_item = _by_length(all_rows, own, (tiles, lens, query_lens), nth, tile, BLOCK_ROWS)
         store_items(
             work_items + work_item * 8, (nth < num_items[:, None]) & (work_item < max_items), (row[:, None],
-            starts[:, None], query_lens[:, None], (tiles[:, None] - 1 - from_last) * tile_tokens, lens[:, None],
+            starts[:, None], query_lens[:, None], (tiles[:, None] - 1 - from_last) * tile_queries, lens[:, None],
             tl.where(is_whole, 1, splits[:, None]), split, slot - num_whole),
         )  # fmt: skip
 
@@ -107,17 +110,20 @@ def list_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _by_length(  # type: ignore[no-untyped-def]
-    all_rows, own, own_row, nth, tile_tokens, BLOCK_ROWS: tl.constexpr
+    all_rows, own, own_row, nth, tile, BLOCK_ROWS: tl.constexpr
 ):
     """[1, BLOCK_ITEMS] i32: how many tiles see more keys than each of a row's, which has `nth` tiles behind it; or as
-    many, and are of a row in front. Of a tile that sees all keys before its end."""
+    many, and are of a row in front. Of a tile that sees all keys before its end; keys are counted as queries are, as
+    tiles that end within a token differ by less than one."""
     tiles, _blocks, lens, _starts, query_lens = all_rows
     own_tiles, own_len, own_query_len = own_row
-    keys = tl.minimum(own_len[:, None], (own_len - own_query_len)[:, None] + (own_tiles[:, None] - nth) * tile_tokens)
+    _tile_tokens, tile_queries, token_queries, _block_keys = tile
+    ends = (own_len - own_query_len)[:, None] * token_queries + (own_tiles[:, None] - nth) * tile_queries
+    keys = tl.minimum(own_len[:, None] * token_queries, ends)
     fewer = keys[:, :, None] - (tl.arange(0, BLOCK_ROWS)[None] < own[:, None]).to(tl.int32)[:, None]
-    context = (lens - query_lens)[None, None]
-    no_more = tl.maximum(fewer - context, 0) // tile_tokens  # tiles of a row that see no more
-    longer = tl.where(fewer < lens[None, None], tiles[None, None] - no_more, 0)
+    context = (lens - query_lens)[None, None] * token_queries
+    no_more = tl.maximum(fewer - context, 0) // tile_queries  # tiles of a row that see no more
+    longer = tl.where(fewer < lens[None, None] * token_queries, tiles[None, None] - no_more, 0)
     return tl.sum(longer, 2)
 
 
@@ -243,7 +249,7 @@ def _load_of(rows, nth, MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
     seq_lens, query_start_loc, first_row, num_rows, _num_whole, window, mixed, tile = rows
     window_right, window_left, chunk = window
     others_tokens, num_tokens = mixed
-    tile_tokens, block_keys = tile
+    tile_tokens, tile_queries, token_queries, block_keys = tile
     lens, starts, query_lens = load_rows(seq_lens, query_start_loc, first_row + nth, nth < num_rows)
     if MIXED:
         is_rest = nth == num_rows
@@ -252,4 +258,5 @@ def _load_of(rows, nth, MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
         query_lens = tl.where(is_rest | (query_lens > others_tokens), query_lens, 0)
     reach = tl.minimum(lens, tl.minimum(window_left, chunk)) + tile_tokens + tl.minimum(query_lens, window_right)
     blocks = (tl.minimum(lens, reach) + block_keys - 1) // block_keys
-    return (query_lens + tile_tokens - 1) // tile_tokens, blocks, lens, starts, query_lens
+    tiles = (query_lens * token_queries + tile_queries - 1) // tile_queries
+    return tiles, blocks, lens, starts, query_lens

@@ -32,7 +32,8 @@ def join_kernel(  # type: ignore[no-untyped-def]
     lse_token,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
-    BLOCK_Q: tl.constexpr,  # query tokens of a tile
+    TILE: tl.constexpr,  # queries of a tile
+    OF_FIRST: tl.constexpr,  # queries of what a tile's first one is counted in: 1, or GROUP
     BLOCK_M: tl.constexpr,  # queries of a slot, a multiple of QUERIES
     DIM_VO: tl.constexpr,
     BLOCK_DIM_VO: tl.constexpr,  # a power of two
@@ -51,7 +52,8 @@ def join_kernel(  # type: ignore[no-untyped-def]
     if PDL:  # the list was there before that one was launched
         grid_wait()
     if (row >= 0) & (num_splits > 1):
-        used = tl.minimum(query_len - first, BLOCK_Q) * GROUP
+        first *= OF_FIRST
+        used = tl.minimum(query_len * GROUP - first, TILE)
         slot = first_slot.to(tl.int64) * KV_HEADS + head
         part, num_parts = split * spread + program % spread, num_splits * spread
         if num_splits <= FEW_SPLITS:
@@ -83,7 +85,7 @@ def _join_queries(  # type: ignore[no-untyped-def]
     head,
     first_token,
     query_len,
-    first,
+    first,  # of the row's queries, which is the tile's first
     used,  # queries of the tile
     value_scale,
     out_token,
@@ -107,6 +109,6 @@ def _join_queries(  # type: ignore[no-untyped-def]
         BLOCK_DIM_VO, BLOCK_SPLITS, COLUMNS,
     )  # fmt: skip
     lane = query + tl.arange(0, QUERIES)
-    lane = tl.where(lane < used, first * GROUP + lane, query_len * GROUP)  # behind the row's last: not written
+    lane = tl.where(lane < used, first + lane, query_len * GROUP)  # behind the row's last: not written
     write_rows(output + column, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale, out_token,
                out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO - column)  # fmt: skip

@@ -36,7 +36,7 @@ _LEAST_SAVED, _LEAST_SAVED_OF_LONG, _LONG = 0.1, 0.05, 200.0
 class SplitTile(NamedTuple):
     """What a kernel reads at a time."""
 
-    tokens: int  # query tokens of a tile
+    tokens: int  # query tokens that a tile has queries of, at most
     rows: int  # queries of a tile, padding included
     keys: int  # of a block
     keys_alike: int = 0  # of a block of narrower heads that takes as long; 0: as many as it has
@@ -48,6 +48,28 @@ class SplitTile(NamedTuple):
     of_all_splits: float = 0.0  # what it and storing splits take more, where each program has one of a full tile
     of_a_read: float = 0.0  # what reading a block from memory takes at least, where all programs read
     of_another: float = 0.0  # the same of one that another tile of its row reads too, from the L2
+    group_size: int = 0  # query heads of a KV head, where tiles of `rows` queries end anywhere; 0: all end with a token
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """What a tile has, and what a query token has, of what a list counts tiles by: queries, or else tokens."""
+        return (self.rows, self.group_size) if self.group_size else (self.tokens, 1)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Query tokens from one tile to the next."""
+        of_tile, of_token = self.counted
+        return of_tile / of_token
+
+    def num_tiles(self, query_lens: IntArray) -> NDArray[np.int64]:
+        """Of each row, for one KV head."""
+        of_tile, of_token = self.counted
+        return -(-query_lens.astype(np.int64) * of_token // of_tile)
+
+    def most_tiles(self, num_tokens: int, num_rows: int) -> int:
+        """Of so many rows of so many query tokens in all."""
+        of_tile, of_token = self.counted
+        return most_tiles(num_tokens * of_token, num_rows, of_tile)
 
     @property
     def min_blocks(self) -> int:
@@ -61,6 +83,11 @@ class SplitTile(NamedTuple):
     def block_time(self, count: int, num_programs: int) -> float:
         """What a block takes where there are so many tiles and splits."""
         return self.of_a_block * (self.alone if count * self.beside <= num_programs else 1.0)
+
+
+def most_tiles(num_queries: int, num_rows: int, tile_queries: int) -> int:
+    """Most tiles that so many rows of so many queries in all can have (see `rows_of`); of one row, what it has."""
+    return (num_queries + num_rows * (tile_queries - 1)) // tile_queries
 
 
 # `of_a_read` and `of_another` of the usual tile, over 16 bits, by the same head dims: 4.1 and 9 TB/s, at which those of
@@ -106,7 +133,7 @@ def _hopper_tile(
     of_a_read, of_another = (share * read for read in _READS[widths])
     return SplitTile(
         tile.tokens(group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, *times[tile.groups < usual.groups],
-        of_a_read=of_a_read, of_another=of_another,
+        of_a_read=of_a_read, of_another=of_another, group_size=group_size,
     )  # fmt: skip
 
 
@@ -139,7 +166,7 @@ class TileLoad(NamedTuple):
         left = keys if spec.window_left < 0 else np.minimum(keys, spec.window_left)
         left = left if spec.chunk_size is None else np.minimum(left, spec.chunk_size)
         reach = left + tile.tokens + (0 if spec.causal else queries)
-        tiles = -(-queries // tile.tokens)
+        tiles = tile.num_tiles(query_lens)
         used = queries * spec.group_size / (np.maximum(tiles, 1) * tile.rows)
         return TileLoad(tiles, -(-np.minimum(keys, reach) // tile.keys), used)
 

@@ -57,8 +57,9 @@ class HopperTile(NamedTuple):
         return _HALF_OF_REGISTERS if self.beside == 2 else None
 
     def tokens(self, group_size: int) -> int:
-        """Query tokens."""
-        return max(1, self.rows // group_size)
+        """Query tokens that a tile has queries of, at most: where it is no multiple of a token's, it begins and ends
+        within one."""
+        return self.rows // group_size if self.rows % group_size == 0 else (self.rows - 2) // group_size + 2
 
 
 def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tuple[HopperTile, ...]:

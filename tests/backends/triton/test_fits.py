@@ -673,7 +673,7 @@ def code_for_hopper(dims: tuple[int, int], page_size: int, how: str, tile: Any, 
 
     rows = hopper.tma_rows(page_size, tile.keys)
     constants = {"CHUNK": FAR.value, "LOCAL": 2 * (how == "window"), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
-                 "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": tile.tokens(4), "BLOCK_N": tile.keys, "DIM": dims[0],
+                 "KV_HEADS": 2, "GROUP": 5, "BLOCK_N": tile.keys, "DIM": dims[0],
                  "DIM_VO": dims[1], "GROUPS": tile.groups,
                  "K_STAGES": tile.stages, "V_STAGES": tile.blocks_of_values,
                  "Q_STAGES": tile.q_stages, "USE_PDL": 1, "LAUNCH_DEPENDENTS": 1,
@@ -715,7 +715,7 @@ def test_joins_of_splits_stay_in_registers(dim_vo: int) -> None:
     from attn_backends.kernels.prefill import split_kernels, split_launch
 
     splits = split_launch.JoinConstants(
-        KV_HEADS=3, GROUP=5, BLOCK_Q=25, BLOCK_M=128, DIM_VO=dim_vo, BLOCK_DIM_VO=dim_vo,
+        KV_HEADS=3, GROUP=5, TILE=128, OF_FIRST=1, BLOCK_M=128, DIM_VO=dim_vo, BLOCK_DIM_VO=dim_vo,
         QUERIES=split_launch.JOIN_QUERIES, BLOCK_SPLITS=split_launch.splits_at_a_time(dim_vo),
         COLUMNS=split_launch.JOIN_COLUMNS, PDL=1,
     )  # fmt: skip

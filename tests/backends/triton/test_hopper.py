@@ -79,6 +79,23 @@ def test_heads(heads: tuple[int, int], layout: Any, served: list[bool]) -> None:
     assert served == [True]
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_tiles_that_end_within_a_token(seed: int) -> None:
+    """Of groups that are no power of two, at random, by whichever tiles and lists are taken for them."""
+    dice = Random(f"within a token {seed}")
+    group, heads = dice.choice([3, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 24, 48, 71]), dice.choice([1, 2, 3])
+    dtype = dice.choice([torch.bfloat16, torch.float16])
+    seen: dict[str, Any] = dice.choice([{}, {}, {}, {"window_left": dice.randrange(900)}, {"causal": False},
+                                        {"chunk_size": dice.randint(1, 900)}, {"sinks": True}])  # fmt: skip
+    cached = dice.choice([dtype, dtype, torch.float8_e4m3fn])
+    dims = launch.HOPPER_DIMS[seed % len(launch.HOPPER_DIMS)]
+    spec = spec_of(dims, (heads * group, heads), dtype=dtype, cache_dtype=cached, **seen)
+    longest = dice.choice([40, 400, 1500])
+    query_lens = [longest, *(dice.randint(1, longest) for _ in range(dice.randint(0, 5)))]
+    seq_lens = [new + dice.randrange(dice.choice([1, 700, 9000])) for new in query_lens]
+    check(a_batch(spec, seq_lens, query_lens, page_size=dice.choice([16, 64])))
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dim", [80, 112, 192])
