@@ -4,13 +4,16 @@ are of."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.attention.random_report import FAMILIES, by_family
 from benchmarks.attention.random_statistics import Row, grouped
 from benchmarks.docs.tables import table
+from benchmarks.lib.harness import write
 
 MOST_SHAPES = 12  # that are named at either end
+_WHERE = ("date", "cpu", "cores", "torch_threads", "gpu", "python", "versions")  # it was measured, and with what
 
 
 def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
@@ -33,6 +36,15 @@ def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
               row["shape"]] for row in ends]  # fmt: skip
     parts.append(table(("id", "ratio", "before us", "after us", "read us", "cache", "page", "shape"), lines))
     return "\n\n".join(parts) + "\n"
+
+
+def write_compared(before: Mapping[str, Any], after: Mapping[str, Any], path: Path) -> None:
+    """Write both times of each shape, where and with what they were measured, and none of the rest."""
+    rows = [{"id": row["id"], "shape": row["shape"], "dtype": row["dtype"], "page": row["page"],
+             "before us": row["before"], "after us": row["after"], "ratio": round(row["ratio"], 4)}
+            for row in _rows(before, after)]  # fmt: skip
+    measured_on = {name: after[name] for name in _WHERE}
+    write(path.stem, f"{after['of']}'s time before a change and after it", rows, (), path.parent, **measured_on)
 
 
 def _rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Row]:

@@ -4,7 +4,7 @@
         [--rounds 30] [--minutes M] [--json FILE] [--compile]
     python -m benchmarks attention random_shapes --ids 372/46 373/51 … --json FILE
     python -m benchmarks attention random_shapes --merge A.json B.json … --json FILE
-    python -m benchmarks attention random_shapes --compare BEFORE.json AFTER.json
+    python -m benchmarks attention random_shapes --compare BEFORE.json AFTER.json [--json FILE]
 
 The report is of the first backend: its time over that of the best of all others, which are our other backends and the
 libraries' kernels by hand. Seeds for tuning and for judging are ranges of their own (see shape_draws.py). A file that
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_backends.backends.flash_attn.state import PROVIDERS
-from benchmarks.attention.random_compare import compared
+from benchmarks.attention.random_compare import compared, write_compared
 from benchmarks.attention.random_measure import prepare, timed, without_times
 from benchmarks.attention.random_plot import draw_files
 from benchmarks.attention.random_report import report_of
@@ -149,6 +149,8 @@ def main(given: Sequence[str] | None = None) -> None:
             print(compared(before, after))
         except ValueError as error:
             raise SystemExit(str(error)) from error
+        if arguments.json:
+            write_compared(before, after, arguments.json)
         return
     if arguments.merge:
         parts = [json.loads(path.read_text()) for path in arguments.merge]

@@ -165,6 +165,8 @@ PAGES = (
                 "8 bits us", "chosen", "lost", "error")),
         Section("cascade_flashinfer", "A prefix that requests share", ("requests", "prefix", "plain us", "shared us",
                 "gain", "bare cascade us", "prefix used", "error")),
+        Section("tiles_within_tokens", "Tiles that end within a token, in place of whole tokens",
+                ("id", "shape", "dtype", "page", "before us", "after us", "ratio")),
         Section("prefill_prefix", "Prompts with a cached beginning: one pass or two"),
         Section("attention_flashinfer", "FLASHINFER beside its own wrappers", Pivot("us", {"FLASHINFER": "FLASHINFER"}),
                 full=True),

@@ -31,7 +31,8 @@ from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.views import without_new_keys
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, hopper_tile, tried_targets
+from attn_backends.kernels.prefill.split_tiles import SplitTile, hopper_tile
+from attn_backends.kernels.prefill.splits import PrefillSplits, tried_targets
 from attn_backends.kernels.prefill.tiles import half_tile, tiles_of
 from benchmarks.attention.attention import all_made
 from benchmarks.attention.contest import Made, checked, our_call, parts_of

@@ -226,7 +226,8 @@ def test_tiles_that_end_within_a_token(seed: int, launches: list[int], monkeypat
     """Of groups that are no power of two: whole ones that programs look up, by their own lengths, or split."""
     from attn_backends.backends.triton import metadata
     from attn_backends.backends.triton.plans import TilePlan
-    from attn_backends.kernels.prefill.splits import PrefillSplits, hopper_tile
+    from attn_backends.kernels.prefill.split_tiles import hopper_tile
+    from attn_backends.kernels.prefill.splits import PrefillSplits
 
     dice = Random(f"within a token {seed}")
     group, heads, count = dice.choice([3, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 24, 48]), dice.choice([1, 2]), 3

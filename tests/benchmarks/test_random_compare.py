@@ -37,7 +37,11 @@ def test_shapes_of_several_seeds_are_compared(results: Path, capsys: pytest.Capt
     assert found["seed"] == [7, 12]
     rows = [row | {"us": {"TORCH": row["us"]["TORCH"] * (2.0 if row["id"] == "7/3" else 0.5)}} for row in found["rows"]]
     capsys.readouterr()
-    random_shapes.main(["--compare", str(results), str(changed(results, rows=rows))])
+    both = results.with_name("both.json")
+    random_shapes.main(["--compare", str(results), str(changed(results, rows=rows)), "--json", str(both)])
+    written = json.loads(both.read_text())
+    assert [(row["id"], row["ratio"]) for row in written["rows"]] == [("7/1", 0.5), ("7/3", 2.0), ("12/5", 0.5)]
+    assert written["versions"] == found["versions"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Ratios are TORCH's time of the second file over that of the first, at 3 shapes."
     assert "| all | 3 | 0.794 | 0.500 | 2.000 | 2.000 | 0.667 |" in lines

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from attn_backends.spec import AttentionSpec
 
-splits = pytest.importorskip("attn_backends.kernels.prefill.splits", reason="needs triton")
+split_tiles = pytest.importorskip("attn_backends.kernels.prefill.split_tiles")
 split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 tiles = pytest.importorskip("attn_backends.kernels.prefill.tiles")
@@ -41,8 +41,8 @@ def draw(seed: int) -> tuple[Any, ...]:
 def draw_tile(seed: int, group: int, keys: int) -> Any:
     """Whose tiles end with a token, as the portable kernel's, or anywhere, as those of the one for Hopper."""
     if Random(f"tile {seed}").random() < 0.5:
-        return splits.SplitTile(max(1, 128 // group), 128, keys)
-    return splits.SplitTile(tiles.HopperTile(2, keys, 2).tokens(group), 128, keys, group_size=group)
+        return split_tiles.SplitTile(max(1, 128 // group), 128, keys)
+    return split_tiles.SplitTile(tiles.HopperTile(2, keys, 2).tokens(group), 128, keys, group_size=group)
 
 
 def rest_of(load: Any, num_whole: int) -> NDArray[np.int64]:

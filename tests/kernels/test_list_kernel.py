@@ -14,6 +14,7 @@ from tests.helpers.interpreted import in_own_process, only_interpreted, run_inte
 from tests.helpers.tile_lists import draw, draw_tile, rest_of
 
 splits = pytest.importorskip("attn_backends.kernels.prefill.splits", reason="needs triton")
+split_tiles = pytest.importorskip("attn_backends.kernels.prefill.split_tiles")
 list_kernel = pytest.importorskip("attn_backends.kernels.prefill.list_kernel")
 split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
@@ -168,7 +169,7 @@ def test_kernel_lists_rows_that_are_alike(part: int, monkeypatch: pytest.MonkeyP
 
 def of_blocks(blocks: list[int], target: int, num_whole: int) -> Listed:
     """Rows of one tile each."""
-    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), splits.SplitTile(32, 128, 128)
+    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), split_tiles.SplitTile(32, 128, 128)
     made = Listed(spec, tile, [1] * len(blocks), [each * tile.keys for each in blocks], 0, target, num_whole)
     assert made.load().blocks.tolist() == blocks
     return made
@@ -211,7 +212,7 @@ def test_kernel_looks_at_rows_no_more_than_it_must(
     monkeypatch.setattr(list_kernel, "_load_of", lambda *given: looked.append(1) or load_of(*given))
     monkeypatch.setattr(split_launch, "MANY_ROWS", 128)
     monkeypatch.setattr(split_launch, "LIST_PROGRAMS", 1)
-    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), splits.SplitTile(32, 128, 128)
+    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), split_tiles.SplitTile(32, 128, 128)
     list_of(Listed(spec, tile, [1] * num_rows, [99] * num_rows, 0, 132, num_whole, *mixed), num_rows)
     constants, _ = split_launch.list_form(num_rows, is_mixed=mixed[1] > 0)
     num_programs = -(-(num_rows + constants.MIXED) // constants.OWN_ROWS)

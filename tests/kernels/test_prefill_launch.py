@@ -14,7 +14,7 @@ from attn_backends.spec import AttentionSpec
 launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
 listing = pytest.importorskip("attn_backends.kernels.variants").listing
 prefill = pytest.importorskip("attn_backends.kernels.prefill.launch")
-splits = pytest.importorskip("attn_backends.kernels.prefill.splits")
+split_tiles = pytest.importorskip("attn_backends.kernels.prefill.split_tiles")
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e5m2
 
@@ -72,6 +72,6 @@ def test_tiles_of_any_rows_are_counted_in_full(tokens: int) -> None:
     for count in (1, 2, 7):
         rows = [tokens + 1] * count
         whole = sum(-(-row // tokens) for row in rows)
-        assert splits.most_tiles(sum(rows), count, tokens) >= whole
+        assert split_tiles.most_tiles(sum(rows), count, tokens) >= whole
     for length in range(1, 3 * tokens):
-        assert splits.most_tiles(length, 1, tokens) == -(-length // tokens)
+        assert split_tiles.most_tiles(length, 1, tokens) == -(-length // tokens)

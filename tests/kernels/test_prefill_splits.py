@@ -18,6 +18,7 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 from tests.helpers.tile_lists import draw, rest_of
 
 splits = pytest.importorskip("attn_backends.kernels.prefill.splits", reason="needs triton")
+split_tiles = pytest.importorskip("attn_backends.kernels.prefill.split_tiles")
 waves = pytest.importorskip("attn_backends.kernels.prefill.waves")
 split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
@@ -29,9 +30,12 @@ prefill_tiles = pytest.importorskip("attn_backends.kernels.prefill.tiles")
 MULTIPROCESSORS = (1, 2, 16, 46, 78, 108, 114, 132, 142, 148, 160, 192)
 HEADS = (1, 2, 3, 5, 8, 32, 71)
 BF16 = torch.bfloat16
-TILE, WIDE = splits.SplitTile(32, 128, 32), splits.SplitTile(32, 128, 128)  # four blocks of a split at least, and one
-HALF = splits.hopper_tile(AttentionSpec(8, 2, 128, dtype=BF16), prefill_tiles.HopperTile(1, 64, 2, beside=2))
-TILES = TILE, splits.hopper_tile(AttentionSpec(8, 2, 256, dtype=BF16)), HALF
+TILE, WIDE = (
+    split_tiles.SplitTile(32, 128, 32),
+    split_tiles.SplitTile(32, 128, 128),
+)  # four blocks of a split at least, and one
+HALF = split_tiles.hopper_tile(AttentionSpec(8, 2, 128, dtype=BF16), prefill_tiles.HopperTile(1, 64, 2, beside=2))
+TILES = TILE, split_tiles.hopper_tile(AttentionSpec(8, 2, 256, dtype=BF16)), HALF
 
 
 @some.composite
@@ -110,7 +114,7 @@ def test_a_list_fits_into_the_workspace(num_sms: int) -> None:
             torch.empty(need.partial_ml, device="meta"),
             torch.empty(2, dtype=torch.int32, device="meta"),
         )
-        tile, dim = splits.SplitTile(max(1, 128 // group), 128, 128), tiles.block_dims(spec)[1]
+        tile, dim = split_tiles.SplitTile(max(1, 128 // group), 128, 128), tiles.block_dims(spec)[1]
         of_most = splits.PrefillSplits(splits.most_tile_splits(num_sms), tile)
         made = split_launch.TileList(of_most, heads, launch.visible_range(spec), 0, 4, 9, dim, where)
         assert made.max_split_items * heads * 128 * dim <= need.partial_acc
@@ -240,14 +244,14 @@ def test_what_whole_tiles_take_in_waves() -> None:
 ])  # fmt: skip
 def test_less_of_a_long_time_is_worth_a_split(blocks: int, saved: float, is_split: bool) -> None:
     """A tenth of up to 100 blocks, and a twentieth of 200 and more. 88 tiles are 264 splits: two rounds of a third."""
-    load, tile = load_of([88], [blocks]), splits.SplitTile(32, 128, 128, of_the_join=0.0)
+    load, tile = load_of([88], [blocks]), split_tiles.SplitTile(32, 128, 128, of_the_join=0.0)
     whole, split = (splits.time_of(load, 1, 132, target, tile) for target in (0, 264))
     tile = tile._replace(of_the_join=(1 - saved) * whole - split)
     assert splits.split_target(load, 1, 132, tile)[0] == (264 if is_split else 0)
 
 
 def test_keys_come_from_memory_once_a_row_and_from_the_l2_for_its_other_tiles() -> None:
-    tile = splits.SplitTile(32, 128, 128, of_a_read=1.25, of_another=0.5)
+    tile = split_tiles.SplitTile(32, 128, 128, of_a_read=1.25, of_another=0.5)
     load = load_of([3, 0, 1], [20, 100, 8])  # a row without queries is not read
     assert splits.reading_time(load, 4, 16, tile) == (1.25 * (20 + 8) + 0.5 * 2 * 20) * 4 / 16
     assert splits.busy_time(load, 4, 16, tile._replace(of_a_block=0.5)) == splits.reading_time(load, 4, 16, tile)
@@ -260,9 +264,9 @@ def test_keys_come_from_memory_once_a_row_and_from_the_l2_for_its_other_tiles() 
 def test_reading_counts_over_16_bits_alone() -> None:
     """As measured there: of 8 bits half as much is read, and more is done to it."""
     spec = AttentionSpec(8, 2, 128, dtype=torch.bfloat16)
-    usual, half = splits.hopper_tile(spec), splits.hopper_tile(spec, prefill_tiles.half_tile(spec))
+    usual, half = split_tiles.hopper_tile(spec), split_tiles.hopper_tile(spec, prefill_tiles.half_tile(spec))
     assert usual.of_a_read == half.of_a_read > usual.of_a_block > usual.of_another > 0
-    over_8_bits = splits.hopper_tile(replace(spec, cache_dtype=torch.float8_e4m3fn))
+    over_8_bits = split_tiles.hopper_tile(replace(spec, cache_dtype=torch.float8_e4m3fn))
     assert over_8_bits.of_a_read == over_8_bits.of_another == 0.0
 
 

@@ -36,7 +36,8 @@ from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import faster_hopper_tile
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
-from attn_backends.kernels.prefill.splits import PrefillSplits, hopper_tile
+from attn_backends.kernels.prefill.split_tiles import hopper_tile
+from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
 

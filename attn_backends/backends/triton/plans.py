@@ -20,15 +20,8 @@ from attn_backends.backends.triton.rules import (
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import mean_load
-from attn_backends.kernels.prefill.splits import (
-    PrefillSplits,
-    SplitTile,
-    TileLoad,
-    busy_time,
-    hopper_tile,
-    serial_time,
-    time_of,
-)
+from attn_backends.kernels.prefill.split_tiles import SplitTile, hopper_tile
+from attn_backends.kernels.prefill.splits import PrefillSplits, TileLoad, busy_time, serial_time, time_of
 from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, half_tile
 from attn_backends.kernels.prefill.waves import blocks_between, in_waves_time
 from attn_backends.spec import AttentionSpec

@@ -24,7 +24,8 @@ from attn_backends.kernels.prefill.launch import (
     portable_tile,
     suits_hopper_kernel,
 )
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, hopper_tile, split_target, time_of
+from attn_backends.kernels.prefill.split_tiles import SplitTile, hopper_tile
+from attn_backends.kernels.prefill.splits import PrefillSplits, TileLoad, split_target, time_of
 from attn_backends.kernels.prefill.tiles import heads_in_l2
 from attn_backends.kernels.prefill.waves import blocks_between, faster_by_length, is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE

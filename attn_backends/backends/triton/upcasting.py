@@ -20,7 +20,8 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.launch import Rows, num_hopper_tiles, num_visible_keys
 from attn_backends.kernels.prefill.split_launch import TileList
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile
+from attn_backends.kernels.prefill.split_tiles import SplitTile
+from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper: from what benchmarks/rules/widening.py

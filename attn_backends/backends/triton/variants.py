@@ -24,7 +24,8 @@ from attn_backends.kernels.launch import Machine, num_multiprocessors, power_of_
 from attn_backends.kernels.pdl import Pdl
 from attn_backends.kernels.prefill.launch import Rows, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, hopper_tile, most_tile_splits
+from attn_backends.kernels.prefill.split_tiles import SplitTile, hopper_tile
+from attn_backends.kernels.prefill.splits import PrefillSplits, most_tile_splits
 from attn_backends.kernels.prefill.tiles import HopperTile, half_tile, tiles_of
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, listing

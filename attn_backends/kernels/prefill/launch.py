@@ -40,7 +40,7 @@ from attn_backends.kernels.prefill.hopper_launch import prefill_on_hopper
 from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.kernels.prefill.split_launch import TileList, join_splits
-from attn_backends.kernels.prefill.splits import SplitTile, hopper_tile, most_tiles
+from attn_backends.kernels.prefill.split_tiles import SplitTile, hopper_tile, most_tiles
 from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles, section_heads
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded

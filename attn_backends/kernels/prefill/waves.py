@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attn_backends.kernels.prefill.split_tiles import OF_A_TILE, SplitTile
 from attn_backends.kernels.prefill.splits import (
     FEW_ROWS,
-    OF_A_TILE,
-    SplitTile,
     TileLoad,
     most_tile_splits,
     num_splits,

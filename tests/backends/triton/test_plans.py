@@ -14,6 +14,7 @@ plans = pytest.importorskip("attn_backends.backends.triton.plans", reason="needs
 faster_tile = pytest.importorskip("attn_backends.kernels.prefill.faster_tile")
 rules = pytest.importorskip("attn_backends.backends.triton.rules")
 splits = pytest.importorskip("attn_backends.kernels.prefill.splits")
+split_tiles = pytest.importorskip("attn_backends.kernels.prefill.split_tiles")
 waves = pytest.importorskip("attn_backends.kernels.prefill.waves")
 DEVICE = torch.device("cpu")
 WHOLE = plans.TilePlan(None, None)
@@ -35,7 +36,7 @@ def taken(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_d
 
 
 def in_waves(spec: AttentionSpec, query_len: int, seq_len: int, step: float) -> float:
-    tile = splits.hopper_tile(spec)
+    tile = split_tiles.hopper_tile(spec)
     load = splits.TileLoad.of(spec, tile, np.array([query_len]), np.array([seq_len]))
     return float(waves.in_waves_time(load, spec.num_kv_heads, 132, tile, step))
 
@@ -43,7 +44,7 @@ def in_waves(spec: AttentionSpec, query_len: int, seq_len: int, step: float) -> 
 def test_a_prompts_tiles_see_fewer_keys_the_nearer_to_its_begin_they_are() -> None:
     """32 tokens of a tile are a quarter of a block of 128 keys."""
     spec = layer()
-    assert waves.blocks_between(spec, splits.hopper_tile(spec)) == 32 / 128
+    assert waves.blocks_between(spec, split_tiles.hopper_tile(spec)) == 32 / 128
     assert taken(spec, [8000], [8000]) == pytest.approx(in_waves(spec, 8000, 8000, 0.25))
     assert taken(spec, [8000], [8000]) < 0.6 * in_waves(spec, 8000, 8000, 0.0)
 
@@ -57,7 +58,7 @@ def test_tiles_that_see_as_many_keys(changes: dict[str, Any]) -> None:
 def test_a_tile_alone_on_a_multiprocessor_takes_less() -> None:
     spec = layer(num_qo_heads=4, num_kv_heads=1, head_dim=64)
     half = plans.half_tile(spec)
-    tile = splits.hopper_tile(spec, half)
+    tile = split_tiles.hopper_tile(spec, half)
     of_one, of_many = (
         float(plans._taken(spec, plans.TilePlan(half, None), *[np.full(count, 16 * 64, np.int32)] * 2, 0, DEVICE))
         for count in (1, 4)
@@ -76,7 +77,7 @@ def test_a_tile_alone_on_a_multiprocessor_takes_less() -> None:
 def test_decodes_beside_whole_tiles_count_where_these_leave_no_time() -> None:
     spec = layer()
     alone = taken(spec, [8000], [8000])
-    tile, lens = splits.hopper_tile(spec), np.full(64, 30_000, np.int32)
+    tile, lens = split_tiles.hopper_tile(spec), np.full(64, 30_000, np.int32)
     decodes = rules.decode_time(spec, tile, lens, DEVICE)
     many = taken(spec, [1] * 64 + [8000], [30_000] * 64 + [8000], 64)
     assert max(alone, decodes) < many < alone + 1.02 * decodes
@@ -90,7 +91,7 @@ def test_decodes_beside_whole_tiles_count_where_these_leave_no_time() -> None:
 
 def test_decodes_take_as_long_as_their_keys_have_bytes() -> None:
     """Those that a window leaves, of all KV heads."""
-    tile, lens = splits.SplitTile(32, 128, 128), np.array([9000, 1000], np.int32)
+    tile, lens = split_tiles.SplitTile(32, 128, 128), np.array([9000, 1000], np.int32)
 
     def decodes(**changes: Any) -> float:
         return float(rules.decode_time(layer(**changes), tile, lens, DEVICE))
@@ -105,8 +106,8 @@ def test_tiles_of_half_the_size_are_in_order_too() -> None:
     """A long chunk in front of a few tokens, whose last tiles are the longest: by their own lengths they take a fifth
     less time."""
     spec = layer(num_qo_heads=8)
-    tile, half = splits.hopper_tile(spec), plans.half_tile(spec)
+    tile, half = split_tiles.hopper_tile(spec), plans.half_tile(spec)
     given = np.array([3000, 16], np.int32), np.array([3500, 2016], np.int32), 0, DEVICE
     found = plans.prefill_plan(spec, tile, None, *given)
     assert found.tile == half
-    assert found.splits == splits.PrefillSplits(0, splits.hopper_tile(spec, half), by_length=True)
+    assert found.splits == splits.PrefillSplits(0, split_tiles.hopper_tile(spec, half), by_length=True)

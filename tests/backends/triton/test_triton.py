@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 launch = pytest.importorskip("attn_backends.backends.triton.launch")
 prefill_launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
-splits = pytest.importorskip("attn_backends.kernels.prefill.splits")
+split_tiles = pytest.importorskip("attn_backends.kernels.prefill.split_tiles")
 impl = pytest.importorskip("attn_backends.backends.triton.impl")
 rows_of = pytest.importorskip("attn_backends.kernels.tile_kernels").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
@@ -320,7 +320,7 @@ def test_every_token_is_in_one_tile(first_row: int, query_lens: tuple[int, ...])
     """Behind some rows that are left alone. One row, such as a chunk of a prompt, has no tile too many."""
     tokens = 16
     starts = torch.tensor([0, *(5,) * first_row, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    num_tiles = splits.most_tiles(sum(query_lens), len(query_lens), tokens)
+    num_tiles = split_tiles.most_tiles(sum(query_lens), len(query_lens), tokens)
     rows, firsts = torch.empty(2, num_tiles, dtype=torch.int32)
     tiles_kernel[num_tiles,](starts, rows, firsts, first_row, len(query_lens), tokens)
     found = [tile for tile in zip(rows.tolist(), firsts.tolist(), strict=True) if tile[1] >= 0]
