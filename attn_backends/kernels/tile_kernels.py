@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.kernels.fp8 import accumulate, unpack_columns
-from attn_backends.kernels.split_kv import FAR, LN_2, LOG2_E, first_key, load_block
+from attn_backends.kernels.split_kv import LN_2, LOG2_E, first_key, load_block
 
 ROWS_AT_ONCE = tl.constexpr(128)  # that are looked at for the one that a tile is of
 
@@ -277,22 +277,25 @@ def tile_of(program, num_tiles, section, KV_HEADS: tl.constexpr):  # type: ignor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def rows_of(tile, query_start_loc, first_row, num_rows, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The row that a tile is of, its first query token, their number, and which of them is the tile's first; it may lie
-    behind the last.
+def rows_of(  # type: ignore[no-untyped-def]
+    tile, query_start_loc, first_row, num_rows, GROUP: tl.constexpr, TILE: tl.constexpr
+):
+    """The row that a tile of TILE queries is of, its first query token, their number, and which of its queries, token
+    times GROUP plus query head, is the tile's first; it may lie behind the last.
 
-    The ith row's tiles are those from (its first token + i * (BLOCK_Q - 1)) // BLOCK_Q on, counted from `first_row`: as
-    many as it needs, or one more.
+    The ith row's tiles are those from (its first query + i * (TILE - 1)) // TILE on, counted from `first_row`: as many
+    as it needs, or one more.
     """
     before = tl.load(query_start_loc + first_row)
     lane = tl.arange(0, ROWS_AT_ONCE)
     found = 0  # rows whose tiles begin here or before, but for the first
     for begin in range(1, num_rows, ROWS_AT_ONCE):
         nth = begin + lane
-        start = tl.load(query_start_loc + first_row + nth, mask=nth < num_rows, other=FAR)
-        begins = (start - before + nth * (BLOCK_Q - 1)) // BLOCK_Q
-        found += tl.sum((begins <= tile).to(tl.int32), 0)
+        start = tl.load(query_start_loc + first_row + nth, mask=nth < num_rows, other=0)
+        begins = ((start - before) * GROUP + nth * (TILE - 1)) // TILE
+        found += tl.sum(((begins <= tile) & (nth < num_rows)).to(tl.int32), 0)
     row = first_row + found
     first_token = tl.load(query_start_loc + row)
     query_len = tl.load(query_start_loc + row + 1) - first_token
-    return row, first_token, query_len, (tile - (first_token - before + found * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
+    begins = ((first_token - before) * GROUP + found * (TILE - 1)) // TILE
+    return row, first_token, query_len, (tile - begins) * TILE

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from attn_backends.backends.triton import metadata, plans, rules
-from attn_backends.kernels.prefill import splits
+from attn_backends.kernels.prefill import split_tiles, splits
 from attn_backends.machine import pretend_multiprocessors
 
 
@@ -38,7 +38,7 @@ def splitting(
         }  # fmt: skip
     with (
         pretend_multiprocessors(num_sms),
-        mock.patch.object(splits, "LEAST_KEYS", least_keys),
+        mock.patch.object(split_tiles, "LEAST_KEYS", least_keys),
         mock.patch.multiple(rules, **changes),
         mock.patch.object(metadata, "faster_hopper_tile", return_value=None),
         mock.patch.object(plans, "_taken", lambda spec, plan, *_: float((plan.tile is None) is by_half)),

@@ -15,7 +15,6 @@ from attn_backends.spec import AttentionSpec
 split_tiles = pytest.importorskip("attn_backends.kernels.prefill.split_tiles")
 split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
-tiles = pytest.importorskip("attn_backends.kernels.prefill.tiles")
 
 BF16 = torch.bfloat16
 
@@ -33,16 +32,9 @@ def draw(seed: int) -> tuple[Any, ...]:
     query_lens = [dice.randrange(dice.choice((2, 40, 300))) for _ in range(num_rows)]
     longest = dice.choice((20, 5000, 60000))
     seq_lens = [length + dice.randrange(longest) for length in query_lens]
-    tile = draw_tile(seed, group, dice.choice((64, 128)))
+    tile = split_tiles.SplitTile(group, 128, dice.choice((64, 128)))
     target, part = dice.choice((0, heads, 5 * heads, 132, 264)), dice.choice((0.0, 0.0, dice.random(), 1.0))
     return spec, tile, query_lens, seq_lens, dice.randrange(num_rows), target, part
-
-
-def draw_tile(seed: int, group: int, keys: int) -> Any:
-    """Whose tiles end with a token, as the portable kernel's, or anywhere, as those of the one for Hopper."""
-    if Random(f"tile {seed}").random() < 0.5:
-        return split_tiles.SplitTile(max(1, 128 // group), 128, keys)
-    return split_tiles.SplitTile(tiles.HopperTile(2, keys, 2).tokens(group), 128, keys, group_size=group)
 
 
 def rest_of(load: Any, num_whole: int) -> NDArray[np.int64]:

@@ -142,7 +142,7 @@ def test_which_of_several_tensors_is_not_aligned_matters() -> None:
         ("kernels.prefill.list_kernel", "list_kernel",
          ["first_row", "num_rows", "max_items", "num_whole", "target", "num_kv_heads", "window_right", "window_left",
           "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "tile_queries",
-          "token_queries", "block_keys", "min_blocks"]),
+          "group_size", "block_keys", "min_blocks"]),
         ("kernels.equal_cuts", "cut_kernel",
          ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
           "part_keys", "whole_keys", "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]),

@@ -11,7 +11,7 @@ import torch
 
 from attn_backends.spec import AttentionSpec
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
-from tests.helpers.tile_lists import draw, draw_tile, rest_of
+from tests.helpers.tile_lists import draw, rest_of
 
 splits = pytest.importorskip("attn_backends.kernels.prefill.splits", reason="needs triton")
 split_tiles = pytest.importorskip("attn_backends.kernels.prefill.split_tiles")
@@ -55,7 +55,7 @@ def check_list(case: Listed) -> int:
     row, and no split in front of one that sees earlier keys of its row.
     Nothing is written behind the list, and counters begin at 0. Returns the number of splits."""
     spec, tile, target, num_whole, num_rows = case.spec, case.tile, case.target, case.num_whole, len(case.query_lens)
-    of_tile, of_token = tile.counted
+    of_tile, of_token = tile.rows, tile.group_size
     heads, load, starts = spec.num_kv_heads, case.load(), np.cumsum([0, *case.query_lens])
     rest = rest_of(load, num_whole)
     counts = splits.num_splits(splits.TileLoad(rest, load.blocks), heads, max(1, target), tile.min_blocks)
@@ -144,7 +144,7 @@ def draw_alike(seed: int) -> Listed:
     query_lens = [dice.choice((0, 1, most, most, dice.randrange(most))) for _ in range(num_rows)]
     seq_lens = [max(dice.choice(lengths), length) for length in query_lens]
     target = dice.choice((heads, 2 * heads, 9 * heads, 132, 132, 264))
-    tile = draw_tile(seed, group, dice.choice((64, 128)))
+    tile = split_tiles.SplitTile(group, 128, dice.choice((64, 128)))
     spec = AttentionSpec(heads * group, heads, 64, dtype=BF16)
     case = Listed(spec, tile, query_lens, seq_lens, dice.choice((0, 0, dice.randrange(num_rows))), target, 0)
     if dice.random() < 0.4:
@@ -169,7 +169,7 @@ def test_kernel_lists_rows_that_are_alike(part: int, monkeypatch: pytest.MonkeyP
 
 def of_blocks(blocks: list[int], target: int, num_whole: int) -> Listed:
     """Rows of one tile each."""
-    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), split_tiles.SplitTile(32, 128, 128)
+    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), split_tiles.SplitTile(4, 128, 128)
     made = Listed(spec, tile, [1] * len(blocks), [each * tile.keys for each in blocks], 0, target, num_whole)
     assert made.load().blocks.tolist() == blocks
     return made
@@ -212,7 +212,7 @@ def test_kernel_looks_at_rows_no_more_than_it_must(
     monkeypatch.setattr(list_kernel, "_load_of", lambda *given: looked.append(1) or load_of(*given))
     monkeypatch.setattr(split_launch, "MANY_ROWS", 128)
     monkeypatch.setattr(split_launch, "LIST_PROGRAMS", 1)
-    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), split_tiles.SplitTile(32, 128, 128)
+    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), split_tiles.SplitTile(4, 128, 128)
     list_of(Listed(spec, tile, [1] * num_rows, [99] * num_rows, 0, 132, num_whole, *mixed), num_rows)
     constants, _ = split_launch.list_form(num_rows, is_mixed=mixed[1] > 0)
     num_programs = -(-(num_rows + constants.MIXED) // constants.OWN_ROWS)

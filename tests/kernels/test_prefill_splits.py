@@ -30,10 +30,7 @@ prefill_tiles = pytest.importorskip("attn_backends.kernels.prefill.tiles")
 MULTIPROCESSORS = (1, 2, 16, 46, 78, 108, 114, 132, 142, 148, 160, 192)
 HEADS = (1, 2, 3, 5, 8, 32, 71)
 BF16 = torch.bfloat16
-TILE, WIDE = (
-    split_tiles.SplitTile(32, 128, 32),
-    split_tiles.SplitTile(32, 128, 128),
-)  # four blocks of a split at least, and one
+TILE, WIDE = (split_tiles.SplitTile(4, 128, keys) for keys in (32, 128))  # four blocks of a split at least, and one
 HALF = split_tiles.hopper_tile(AttentionSpec(8, 2, 128, dtype=BF16), prefill_tiles.HopperTile(1, 64, 2, beside=2))
 TILES = TILE, split_tiles.hopper_tile(AttentionSpec(8, 2, 256, dtype=BF16)), HALF
 
@@ -114,7 +111,7 @@ def test_a_list_fits_into_the_workspace(num_sms: int) -> None:
             torch.empty(need.partial_ml, device="meta"),
             torch.empty(2, dtype=torch.int32, device="meta"),
         )
-        tile, dim = split_tiles.SplitTile(max(1, 128 // group), 128, 128), tiles.block_dims(spec)[1]
+        tile, dim = split_tiles.SplitTile(group, 128, 128), tiles.block_dims(spec)[1]
         of_most = splits.PrefillSplits(splits.most_tile_splits(num_sms), tile)
         made = split_launch.TileList(of_most, heads, launch.visible_range(spec), 0, 4, 9, dim, where)
         assert made.max_split_items * heads * 128 * dim <= need.partial_acc
@@ -244,14 +241,14 @@ def test_what_whole_tiles_take_in_waves() -> None:
 ])  # fmt: skip
 def test_less_of_a_long_time_is_worth_a_split(blocks: int, saved: float, is_split: bool) -> None:
     """A tenth of up to 100 blocks, and a twentieth of 200 and more. 88 tiles are 264 splits: two rounds of a third."""
-    load, tile = load_of([88], [blocks]), split_tiles.SplitTile(32, 128, 128, of_the_join=0.0)
+    load, tile = load_of([88], [blocks]), split_tiles.SplitTile(4, 128, 128, of_the_join=0.0)
     whole, split = (splits.time_of(load, 1, 132, target, tile) for target in (0, 264))
     tile = tile._replace(of_the_join=(1 - saved) * whole - split)
     assert splits.split_target(load, 1, 132, tile)[0] == (264 if is_split else 0)
 
 
 def test_keys_come_from_memory_once_a_row_and_from_the_l2_for_its_other_tiles() -> None:
-    tile = split_tiles.SplitTile(32, 128, 128, of_a_read=1.25, of_another=0.5)
+    tile = split_tiles.SplitTile(4, 128, 128, of_a_read=1.25, of_another=0.5)
     load = load_of([3, 0, 1], [20, 100, 8])  # a row without queries is not read
     assert splits.reading_time(load, 4, 16, tile) == (1.25 * (20 + 8) + 0.5 * 2 * 20) * 4 / 16
     assert splits.busy_time(load, 4, 16, tile._replace(of_a_block=0.5)) == splits.reading_time(load, 4, 16, tile)

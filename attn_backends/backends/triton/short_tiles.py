@@ -67,7 +67,7 @@ def _one_block(
     longest = int(seq_lens.max(initial=0))
     for tile, programs, _, fewest in _of_one_block(spec):
         if fewest <= longest <= tile.keys:
-            tiles = -(-query_lens.astype(np.int64) // (tile.rows // spec.group_size))
+            tiles = -(-query_lens.astype(np.int64) * spec.group_size // tile.rows)
             count = int(tiles.sum()) * spec.num_kv_heads
             if count <= min(programs, most_programs) * num_sms:
                 return tile
@@ -78,11 +78,9 @@ def short_tiles(
     spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
 ) -> tuple[PrefillTile, ...]:
     """The portable kernel's tiles for rows that see few keys: where all begin at once, for more of them, and those
-    whose block holds all keys. None where it serves all prefills anyway, and where a token has more queries of wide
-    heads than four warps can hold."""
+    whose block holds all keys. None where it serves all prefills anyway."""
     has_tile = options is not None and options.prompt_tile is not None
-    is_held = spec.group_size <= SHORT_TILES[0].rows or spec.head_dim <= _MIDDLE
-    if has_tile or not is_held or not reads_pages_on_hopper(spec, cache, options, device):
+    if has_tile or not reads_pages_on_hopper(spec, cache, options, device):
         return ()
     usual = SHORT_TILES[spec.head_dim > _MIDDLE], SHORT_TILES[spec.head_dim > _NARROW]
     return *usual, *(one.tile for one in _of_one_block(spec))

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from attn_backends.kernels.prefill.tiles import MARGIN, PrefillTile
-from attn_backends.kernels.tiles import SWIZZLED, SWIZZLED_FLOATS, block_bytes, block_dims, fitted, padded
+from attn_backends.kernels.tiles import SWIZZLED, SWIZZLED_FLOATS, block_bytes, block_dims, fitted
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 KINDS = ("decode", "prefill", "prompt")
@@ -176,17 +176,12 @@ def prefill_tile(
     dim, dim_vo = block_dims(spec)
 
     def need(tile: PrefillTile) -> int:
-        rows = max(tile.rows, padded(spec.group_size))  # at least a token
-        queries = rows * dim * spec.dtype.itemsize
+        queries = tile.rows * dim * spec.dtype.itemsize
         if spec.dtype is torch.float32:  # in two parts
             queries *= 2
         return queries + block_bytes(spec, tile.keys, tile.stages, dim + dim_vo) + MARGIN
 
-    tile = PrefillTile(**_nearest(kind, spec, cache, 1))
-    more = padded(spec.group_size) // tile.rows  # a token's queries are in one tile, however many it was measured with
-    if more > 1:
-        tile = replace(tile, warps=max(tile.warps, min(_MOST_WARPS, more * tile.warps)))
-    return fitted(tile, need, smem_bytes)
+    return fitted(PrefillTile(**_nearest(kind, spec, cache, 1)), need, smem_bytes)
 
 
 def upcast_heads(spec: AttentionSpec, num_keys: int, num_bytes: int) -> int:

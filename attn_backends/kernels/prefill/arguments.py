@@ -109,7 +109,6 @@ class PrefillConstants(NamedTuple):
     PAGE_SIZE: int
     KV_HEADS: int
     GROUP: int
-    BLOCK_Q: int
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
@@ -230,8 +229,8 @@ class ListNumbers(NamedTuple):
     num_tokens: int
     num_counters: int
     tile_tokens: int  # that a tile has queries of, at most
-    tile_queries: int  # see `SplitTile.counted`
-    token_queries: int
+    tile_queries: int
+    group_size: int
     block_keys: int
     min_blocks: int  # of a split at least
 
@@ -270,8 +269,6 @@ class JoinStrides(NamedTuple):
 class JoinConstants(NamedTuple):
     KV_HEADS: int
     GROUP: int
-    TILE: int
-    OF_FIRST: int
     BLOCK_M: int
     DIM_VO: int
     BLOCK_DIM_VO: int

@@ -43,7 +43,6 @@ from attn_backends.kernels.prefill.split_launch import TileList, join_splits
 from attn_backends.kernels.prefill.split_tiles import SplitTile, hopper_tile, most_tiles
 from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles, section_heads
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
-from attn_backends.kernels.tiles import padded
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
 
 HOPPER_ROWS = 128  # queries of a tile of the kernel for Hopper, but for narrow heads with many, and wide ones of 8 bits
@@ -60,7 +59,7 @@ class TileSizes(Protocol):
     """A tile of the portable kernel."""
 
     @property
-    def rows(self) -> int: ...  # query tokens times the query heads of a KV head
+    def rows(self) -> int: ...  # query tokens times the query heads of a KV head, a power of two
     @property
     def keys(self) -> int: ...
     @property
@@ -102,8 +101,7 @@ def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
 
 def portable_tile(spec: AttentionSpec, tile: TileSizes) -> SplitTile:
     """What the portable prefill kernel reads at a time, by its tile."""
-    tokens = max(1, tile.rows // spec.group_size)
-    return SplitTile(tokens, padded(tokens * spec.group_size), tile.keys)
+    return SplitTile(spec.group_size, tile.rows, tile.keys)
 
 
 class Rows(NamedTuple):
@@ -171,11 +169,8 @@ class PrefillKernels:
         if (on_hopper or in_blocks) and self._has_tensor_engine:
             layouts = row_layouts(key, value)
         on_hopper, in_blocks = on_hopper and layouts is not None, in_blocks and layouts is not None
-        num_rows, tile_tokens = rows.seq_lens.shape[0] - rows.first_row, max(1, tile.rows // spec.group_size)
-        if on_hopper and of_hopper:
-            num_tiles = most_tiles(rows.num_tokens * spec.group_size, num_rows, of_hopper.rows)
-        else:
-            num_tiles = most_tiles(rows.num_tokens, num_rows, tile_tokens)
+        num_rows, served_by = rows.seq_lens.shape[0] - rows.first_row, of_hopper if on_hopper and of_hopper else tile
+        num_tiles = most_tiles(rows.num_tokens * spec.group_size, num_rows, served_by.rows)
         section = section_heads(spec, rows.max_seq_len, key.itemsize, num_kv_heads)
         tiled = PrefillRows(rows.first_row, num_rows, num_tiles, section)
         slopes, sinks = self._extras
@@ -190,7 +185,7 @@ class PrefillKernels:
             return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)
         splits = None if rows.splits is None else _listed_for(portable_tile(spec, tile), num_kv_heads, rows.splits)
         lists = (None, None, None) if splits is None else (splits.work_items, splits.partial_acc, splits.partial_ml)
-        constants = self._constants(key, value, page_size, tile, tile_tokens, splits)
+        constants = self._constants(key, value, page_size, tile, splits)
         _prefill(*tensors, slopes, sinks, *lists, scales, visible, has_sinks, tiled, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
         if splits is not None:
@@ -230,14 +225,13 @@ class PrefillKernels:
                     self._has_sinks, use_pdl)  # fmt: skip
 
     def _constants(
-        self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, tile_tokens: int,
-        splits: TileList | None,
+        self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, splits: TileList | None
     ) -> PrefillConstants:  # fmt: skip
         spec = self.spec
         return PrefillConstants(
             *self._logits, is_alike(key, value), PAGE_SIZE=page_size, KV_HEADS=key.shape[-2], GROUP=spec.group_size,
-            BLOCK_Q=tile_tokens, BLOCK_M=padded(tile_tokens * spec.group_size), BLOCK_N=tile.keys, DIM=self._dims.DIM,
-            DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM, BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO,
+            BLOCK_M=tile.rows, BLOCK_N=tile.keys, DIM=self._dims.DIM, DIM_VO=self._dims.DIM_VO,
+            BLOCK_DIM=self._dims.BLOCK_DIM, BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO,
             STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(spec.dtype is torch.float32),
             SPLIT=int(splits is not None), USE_PDL=int(self._supports_pdl),
         )  # fmt: skip

@@ -10,7 +10,7 @@ from attn_backends.kernels.split_kv import FAR, load_rows, of_row, store_items
 DIGITS = tl.constexpr(16)  # that a digit can be, all of which are tried at a time
 _NOT_CONSTANT = ["first_row", "num_rows", "max_items", "num_whole", "target", "num_kv_heads", "window_right",
                  "window_left", "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "tile_queries",
-                 "token_queries", "block_keys", "min_blocks"]  # fmt: skip
+                 "group_size", "block_keys", "min_blocks"]  # fmt: skip
 
 
 @triton.jit(
@@ -35,8 +35,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
     num_tokens,  # tokens behind all rows up to there are one more row, without keys, if MIXED
     num_counters,
     tile_tokens,  # query tokens that a tile has queries of, at most
-    tile_queries,  # of a tile, as first queries are counted
-    token_queries,  # of a token, as these are counted: 1 where all tiles begin with a token, which are counted then
+    tile_queries,  # of a tile: query tokens times the query heads of a KV head
+    group_size,  # query heads of a KV head
     block_keys,
     min_blocks,  # blocks of a split at least
     BLOCK_ROWS: tl.constexpr,  # rows that are looked at at a time; once in all, if there are no more
@@ -58,7 +58,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
     end is short. With BY_LENGTH it is shorter: tiles that see more keys are in front of all rows' that see less.
     """
     window, mixed = (window_right, window_left, chunk), (others_tokens, num_tokens)
-    tile = (tile_tokens, tile_queries, token_queries, block_keys)
+    tile = (tile_tokens, tile_queries, group_size, block_keys)
     rows = (seq_lens, query_start_loc, first_row, num_rows, num_whole, window, mixed, tile)
     own = tl.program_id(0) * OWN_ROWS + tl.arange(0, OWN_ROWS)
     tiles, blocks, lens, starts, query_lens = _load_of(rows, own, MIXED)
@@ -117,13 +117,13 @@ def _by_length(  # type: ignore[no-untyped-def]
     tiles that end within a token differ by less than one."""
     tiles, _blocks, lens, _starts, query_lens = all_rows
     own_tiles, own_len, own_query_len = own_row
-    _tile_tokens, tile_queries, token_queries, _block_keys = tile
-    ends = (own_len - own_query_len)[:, None] * token_queries + (own_tiles[:, None] - nth) * tile_queries
-    keys = tl.minimum(own_len[:, None] * token_queries, ends)
+    _tile_tokens, tile_queries, group_size, _block_keys = tile
+    ends = (own_len - own_query_len)[:, None] * group_size + (own_tiles[:, None] - nth) * tile_queries
+    keys = tl.minimum(own_len[:, None] * group_size, ends)
     fewer = keys[:, :, None] - (tl.arange(0, BLOCK_ROWS)[None] < own[:, None]).to(tl.int32)[:, None]
-    context = (lens - query_lens)[None, None] * token_queries
+    context = (lens - query_lens)[None, None] * group_size
     no_more = tl.maximum(fewer - context, 0) // tile_queries  # tiles of a row that see no more
-    longer = tl.where(fewer < lens[None, None] * token_queries, tiles[None, None] - no_more, 0)
+    longer = tl.where(fewer < lens[None, None] * group_size, tiles[None, None] - no_more, 0)
     return tl.sum(longer, 2)
 
 
@@ -249,7 +249,7 @@ def _load_of(rows, nth, MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
     seq_lens, query_start_loc, first_row, num_rows, _num_whole, window, mixed, tile = rows
     window_right, window_left, chunk = window
     others_tokens, num_tokens = mixed
-    tile_tokens, tile_queries, token_queries, block_keys = tile
+    tile_tokens, tile_queries, group_size, block_keys = tile
     lens, starts, query_lens = load_rows(seq_lens, query_start_loc, first_row + nth, nth < num_rows)
     if MIXED:
         is_rest = nth == num_rows
@@ -258,5 +258,5 @@ def _load_of(rows, nth, MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
         query_lens = tl.where(is_rest | (query_lens > others_tokens), query_lens, 0)
     reach = tl.minimum(lens, tl.minimum(window_left, chunk)) + tile_tokens + tl.minimum(query_lens, window_right)
     blocks = (tl.minimum(lens, reach) + block_keys - 1) // block_keys
-    tiles = (query_lens * token_queries + tile_queries - 1) // tile_queries
+    tiles = (query_lens * group_size + tile_queries - 1) // tile_queries
     return tiles, blocks, lens, starts, query_lens

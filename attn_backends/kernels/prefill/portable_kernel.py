@@ -69,8 +69,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,  # slots; 0: keys lie as they came
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
-    BLOCK_Q: tl.constexpr,  # query tokens of a tile
-    BLOCK_M: tl.constexpr,  # BLOCK_Q * GROUP, padded
+    BLOCK_M: tl.constexpr,  # queries of a tile
     BLOCK_N: tl.constexpr,  # keys of a block
     DIM: tl.constexpr,
     DIM_VO: tl.constexpr,
@@ -82,8 +81,9 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,  # 0 or 1: tiles are listed, and keys of some are split
     USE_PDL: tl.constexpr,  # 0 or 1: it starts before the kernel in front of it has ended, and waits for it
 ):
-    """One program attends for a tile: BLOCK_Q query tokens of one row, times the GROUP heads of one KV head; with SPLIT
-    for an item of a list, whose part of the keys gives what `join_kernel` joins."""
+    """One program attends for a tile: BLOCK_M of the query tokens of one row, times the GROUP heads of one KV head,
+    from and up to any head of a token; with SPLIT for an item of a list, whose part of the keys gives what
+    `join_kernel` joins."""
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
     if USE_PDL:
@@ -92,17 +92,17 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         head = tl.program_id(0) % KV_HEADS
         at_item = work_items + tl.program_id(0) // KV_HEADS * 8
         row, first_token, first = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 3)
-        query_len = tl.where(row >= 0, tl.load(at_item + 2), first)  # or there is nothing to do
+        query_len = tl.where(row >= 0, tl.load(at_item + 2), 0)  # or there is nothing to do
         num_splits, split, first_slot = tl.load(at_item + 5), tl.load(at_item + 6), tl.load(at_item + 7)
     else:
         head, tile = tile_of(tl.program_id(0), num_tiles, section, KV_HEADS)
-        row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, BLOCK_Q)
-    if first < query_len:
+        row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, GROUP, BLOCK_M)
+    if first < query_len * GROUP:
         seq_len = tl.load(at_item + 4) if SPLIT else tl.load(seq_lens + row)  # a list has tokens behind all rows too
-        lane = tl.arange(0, BLOCK_M)
-        token = first + lane // GROUP
+        lane = first + tl.arange(0, BLOCK_M)
+        token = lane // GROUP
         q_head = head * GROUP + lane % GROUP
-        live = (token < query_len) & (lane < BLOCK_Q * GROUP)
+        live = token < query_len
         positions = seq_len - query_len + token
         at = (first_token + token).to(tl.int64)
         dims = tl.arange(0, BLOCK_DIM)
@@ -135,9 +135,10 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             value += key_first * value_slot
         else:
             pages += row.to(tl.int64) * table_row
-        oldest = seq_len - query_len + first  # position of the tile's first query
+        context = seq_len - query_len
+        oldest, newest = context + first // GROUP, context + (first + (BLOCK_M - 1)) // GROUP  # positions
         start = first_key(oldest, window_left, chunk) // BLOCK_N * BLOCK_N
-        stop = tl.minimum(seq_len, oldest + BLOCK_Q + window_right)
+        stop = tl.minimum(seq_len, newest + 1 + window_right)
         # Blocks that all queries see whole need no mask.
         seen = tl.minimum(seq_len, oldest + 1 + window_right)
         begin = start
@@ -149,7 +150,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         acc = zero_acc(BLOCK_M, BLOCK_DIM_VO, False)
         m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         if LOCAL:
-            newest = tl.minimum(oldest + BLOCK_Q, seq_len) - 1
+            newest = tl.minimum(newest, seq_len - 1)
             seen_from, seen = seen_by_all(oldest, newest, seq_len, window_right, window_left, chunk)
             first_seen = first_key(oldest, window_left, chunk)
             local = begin
@@ -180,11 +181,11 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         m_i *= logit_scale(scale, SCALE_FIRST)
         acc = interleave_columns(acc)
-        last = tl.minimum(query_len, first + BLOCK_Q)
         if SPLIT:  # noqa: SIM102 (a constant on its own leaves out what is not there)
             if num_splits > 1:
                 slot = (first_slot + split) * KV_HEADS + head
-                store_partial(partial_acc, partial_ml, slot, acc, m_i, l_i, (last - first) * GROUP, BLOCK_M)
-                last = first  # nothing is written below
-        write_rows(output, lse, sinks, acc, m_i, l_i, first * GROUP + lane, head, first_token, last, value_scale,
+                used = tl.minimum(query_len * GROUP - first, BLOCK_M)
+                store_partial(partial_acc, partial_ml, slot, acc, m_i, l_i, used, BLOCK_M)
+                query_len *= 0  # nothing is written below
+        write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale,
                    out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip

@@ -32,9 +32,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
     lse_token,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
-    TILE: tl.constexpr,  # queries of a tile
-    OF_FIRST: tl.constexpr,  # queries of what a tile's first one is counted in: 1, or GROUP
-    BLOCK_M: tl.constexpr,  # queries of a slot, a multiple of QUERIES
+    BLOCK_M: tl.constexpr,  # queries of a tile and a slot, a multiple of QUERIES
     DIM_VO: tl.constexpr,
     BLOCK_DIM_VO: tl.constexpr,  # a power of two
     QUERIES: tl.constexpr,  # that are joined at a time, where they have few splits
@@ -52,8 +50,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
     if PDL:  # the list was there before that one was launched
         grid_wait()
     if (row >= 0) & (num_splits > 1):
-        first *= OF_FIRST
-        used = tl.minimum(query_len * GROUP - first, TILE)
+        used = tl.minimum(query_len * GROUP - first, BLOCK_M)
         slot = first_slot.to(tl.int64) * KV_HEADS + head
         part, num_parts = split * spread + program % spread, num_splits * spread
         if num_splits <= FEW_SPLITS:

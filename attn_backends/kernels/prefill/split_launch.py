@@ -72,7 +72,7 @@ class TileList:
         self.work_items = self._counters.new_empty(max_items, 8)
         self._numbers = ListNumbers(
             first_row, num_rows, max_items, self.num_whole, max(1, target), num_kv_heads, *visible, others_tokens,
-            num_tokens, len(self._counters), tile.tokens, *tile.counted, tile.keys, tile.min_blocks,
+            num_tokens, len(self._counters), tile.tokens, tile.rows, tile.group_size, tile.keys, tile.min_blocks,
         )  # fmt: skip
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
@@ -116,12 +116,10 @@ def join_splits(
     count = min(splits.max_split_items, len(items)) * num_kv_heads
     if not count:
         return
-    tile_queries, token_queries = splits.tile.counted
-    of_first = group_size // token_queries
     constants = JoinConstants(
-        KV_HEADS=num_kv_heads, GROUP=group_size, TILE=of_first * tile_queries, OF_FIRST=of_first,
-        BLOCK_M=splits.tile.rows, DIM_VO=dims[0], BLOCK_DIM_VO=dims[1], QUERIES=JOIN_QUERIES,
-        BLOCK_SPLITS=splits_at_a_time(dims[1]), COLUMNS=min(JOIN_COLUMNS, dims[1]), PDL=int(use_pdl),
+        KV_HEADS=num_kv_heads, GROUP=group_size, BLOCK_M=splits.tile.rows, DIM_VO=dims[0],
+        BLOCK_DIM_VO=dims[1], QUERIES=JOIN_QUERIES, BLOCK_SPLITS=splits_at_a_time(dims[1]),
+        COLUMNS=min(JOIN_COLUMNS, dims[1]), PDL=int(use_pdl),
     )  # fmt: skip
     spread = max(1, min(_MOST_SPREAD, _JOINING * num_multiprocessors(output.device) // count))
     _join(output, lse, sinks, items, splits.partial_acc, splits.partial_ml, value_scale, has_sinks,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_backends.batch.page_table import IntArray
-from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles
+from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles, most_tokens
 from attn_backends.spec import AttentionSpec
 
 SLOT_QUERIES = 128  # of the largest tile
@@ -22,8 +22,8 @@ OF_THE_JOIN = 3.0  # what the join takes, where its kernel gives no other
 class SplitTile(NamedTuple):
     """What a kernel reads at a time."""
 
-    tokens: int  # query tokens that a tile has queries of, at most
-    rows: int  # queries of a tile, padding included
+    group_size: int  # query heads of a KV head
+    rows: int  # queries of a tile: query tokens times these heads
     keys: int  # of a block
     keys_alike: int = 0  # of a block of narrower heads that takes as long; 0: as many as it has
     beside: int = 0  # tiles that a multiprocessor works on at a time; 0: with as many queries as largest tiles have
@@ -34,28 +34,19 @@ class SplitTile(NamedTuple):
     of_all_splits: float = 0.0  # what it and storing splits take more, where each program has one of a full tile
     of_a_read: float = 0.0  # what reading a block from memory takes at least, where all programs read
     of_another: float = 0.0  # the same of one that another tile of its row reads too, from the L2
-    group_size: int = 0  # query heads of a KV head, where tiles of `rows` queries end anywhere; 0: all end with a token
 
     @property
-    def counted(self) -> tuple[int, int]:
-        """What a tile has, and what a query token has, of what a list counts tiles by: queries, or else tokens."""
-        return (self.rows, self.group_size) if self.group_size else (self.tokens, 1)
-
-    @property
-    def mean_tokens(self) -> float:
-        """Query tokens from one tile to the next."""
-        of_tile, of_token = self.counted
-        return of_tile / of_token
+    def tokens(self) -> int:
+        """Query tokens that a tile has queries of, at most."""
+        return most_tokens(self.rows, self.group_size)
 
     def num_tiles(self, query_lens: IntArray) -> NDArray[np.int64]:
         """Tiles of each row, for one KV head."""
-        of_tile, of_token = self.counted
-        return -(-query_lens.astype(np.int64) * of_token // of_tile)
+        return -(-query_lens.astype(np.int64) * self.group_size // self.rows)
 
     def most_tiles(self, num_tokens: int, num_rows: int) -> int:
         """Most tiles that rows of so many query tokens in all can have."""
-        of_tile, of_token = self.counted
-        return most_tiles(num_tokens * of_token, num_rows, of_tile)
+        return most_tiles(num_tokens * self.group_size, num_rows, self.rows)
 
     @property
     def min_blocks(self) -> int:
@@ -118,6 +109,6 @@ def _hopper_tile(
     share = 0.0 if tile.raw_stages else tile.keys * tile.beside / (usual.keys * usual.beside)
     of_a_read, of_another = (share * read for read in _READS[widths])
     return SplitTile(
-        tile.tokens(group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, *times[tile.groups < usual.groups],
-        of_a_read=of_a_read, of_another=of_another, group_size=group_size,
+        group_size, tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, *times[tile.groups < usual.groups],
+        of_a_read=of_a_read, of_another=of_another,
     )  # fmt: skip

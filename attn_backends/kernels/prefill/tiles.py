@@ -13,7 +13,14 @@ from attn_backends.spec import AttentionSpec
 
 MARGIN = 3 << 10  # bytes of a program, beside its queries and blocks
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
+LEAST_ROWS = 16  # of a tile, which a product takes at least
 _WIDE = 256  # columns of values from which on four warps cannot hold their sums
+
+
+def most_tokens(num_queries: int, group_size: int) -> int:
+    """Query tokens that a tile has queries of, at most: where it is no multiple of a token's, it begins and ends within
+    one."""
+    return num_queries // group_size if num_queries % group_size == 0 else (num_queries - 2) // group_size + 2
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,12 @@ class PrefillTile:
     keys: int
     warps: int
     stages: int
+
+    def __post_init__(self) -> None:
+        if self.rows < LEAST_ROWS or self.rows & (self.rows - 1):
+            raise ValueError(
+                f"rows is {self.rows}, queries of a tile of prefill; give a power of two from {LEAST_ROWS} on, as 64"
+            )
 
 
 _HALF_OF_REGISTERS = 128  # of a multiprocessor, for each thread of a program of eight warps
@@ -57,9 +70,8 @@ class HopperTile(NamedTuple):
         return _HALF_OF_REGISTERS if self.beside == 2 else None
 
     def tokens(self, group_size: int) -> int:
-        """Query tokens that a tile has queries of, at most: where it is no multiple of a token's, it begins and ends
-        within one."""
-        return self.rows // group_size if self.rows % group_size == 0 else (self.rows - 2) // group_size + 2
+        """Query tokens that a tile has queries of, at most."""
+        return most_tokens(self.rows, group_size)
 
 
 def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tuple[HopperTile, ...]:

@@ -100,7 +100,7 @@ class _Waves:
 
 def blocks_between(spec: AttentionSpec, tile: SplitTile) -> float:
     """Blocks that a row's tile has less than the next one's, where no window hides those before it."""
-    return tile.mean_tokens / tile.keys if spec.causal else 0.0
+    return tile.rows / tile.group_size / tile.keys if spec.causal else 0.0
 
 
 def in_waves_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float) -> float:

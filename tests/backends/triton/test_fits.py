@@ -187,10 +187,8 @@ def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, 
 def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dict[str, Any]]:
     """The tile, and the kernel's constants; a page size of 0 stands for prompts."""
     tile = tuning.prefill_tile(spec, KVCacheSpec(16, 16), None, room, "prefill" if page_size else "prompt")
-    tokens = max(1, tile.rows // spec.group_size)
     sizes = {
-        "BLOCK_Q": tokens,
-        "BLOCK_M": fitting.padded(tokens * spec.group_size),
+        "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
         "STAGES": tile.stages,
         "LOCAL": 1,
@@ -605,7 +603,7 @@ def test_prefill_of_latent_layers_as_compiled(
     nope, rope, v_dim = dims
     spec = MLASpec(16, head_dim=nope + rope, qk_rope_head_dim=rope, head_dim_vo=v_dim, dtype=dtype)
     tile = varlen_tile(spec, room)
-    sizes = {"BLOCK_Q": tile.rows, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "STAGES": tile.stages, "LOCAL": 0,
+    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "STAGES": tile.stages, "LOCAL": 0,
              "SPLIT": 0, "USE_PDL": int(capability >= 90)}  # fmt: skip
     constants = constants_of(spec, 0, **sizes) | WITHOUT_DESCRIPTORS
     made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants, tile.warps, capability)
@@ -715,7 +713,7 @@ def test_joins_of_splits_stay_in_registers(dim_vo: int) -> None:
     from attn_backends.kernels.prefill import split_kernels, split_launch
 
     splits = split_launch.JoinConstants(
-        KV_HEADS=3, GROUP=5, TILE=128, OF_FIRST=1, BLOCK_M=128, DIM_VO=dim_vo, BLOCK_DIM_VO=dim_vo,
+        KV_HEADS=3, GROUP=5, BLOCK_M=128, DIM_VO=dim_vo, BLOCK_DIM_VO=dim_vo,
         QUERIES=split_launch.JOIN_QUERIES, BLOCK_SPLITS=split_launch.splits_at_a_time(dim_vo),
         COLUMNS=split_launch.JOIN_COLUMNS, PDL=1,
     )  # fmt: skip

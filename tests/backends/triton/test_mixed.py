@@ -82,7 +82,7 @@ def test_the_kit_finds_lists_of_the_last_batch(monkeypatch: pytest.MonkeyPatch) 
 
 @only_interpreted
 @pytest.mark.parametrize("seed", range(40))
-def test_lists_have_every_token_once(seed: int) -> None:
+def test_lists_have_every_query_once(seed: int) -> None:
     """Random rows of no tokens, of few and of many, in any order: tokens of a row are one kernel's, and those behind
     all rows are the prefill's, without keys. Nothing is beyond what the lists have room for."""
     numbers = Random(seed)
@@ -101,10 +101,11 @@ def test_lists_have_every_token_once(seed: int) -> None:
     buffers["query_start_loc"].copy_(torch.from_numpy(starts))
     buffers["seq_lens"].copy_(torch.tensor(seq_lens))
     clone.replan(step.metadata)
-    tile, served = step.splits.tile, np.zeros(num_tokens, int)
+    tile, served = step.splits.tile, np.zeros((num_tokens, group), int)
     for row, first_token, query_len, first, seq_len, _count, split, _slot in step.splits.work_items.tolist():
         if row >= 0 and split == 0:
-            served[first_token + first : first_token + min(query_len, first + tile.tokens)] += 1
+            of_row = served[first_token : first_token + query_len].reshape(-1)  # token times query head
+            of_row[first : first + tile.rows] += 1
             is_rest = first_token == starts[-1]
             assert (seq_len, query_len) == (
                 (0, num_tokens - starts[-1]) if is_rest else (seq_lens[row], query_lens[row])

@@ -91,7 +91,7 @@ def test_decodes_beside_whole_tiles_count_where_these_leave_no_time() -> None:
 
 def test_decodes_take_as_long_as_their_keys_have_bytes() -> None:
     """Those that a window leaves, of all KV heads."""
-    tile, lens = split_tiles.SplitTile(32, 128, 128), np.array([9000, 1000], np.int32)
+    tile, lens = split_tiles.SplitTile(4, 128, 128), np.array([9000, 1000], np.int32)
 
     def decodes(**changes: Any) -> float:
         return float(rules.decode_time(layer(**changes), tile, lens, DEVICE))

@@ -120,11 +120,9 @@ def test_rows_that_half_fill_a_tile_for_hopper_may_see_twice_as_many_keys() -> N
     assert tile(spec, [33] * 100, [60] * 100) is None
 
 
-def test_no_token_has_more_queries_than_four_warps_hold() -> None:
-    """71 of 256 columns: compiled for sm_90 with four warps, they lie in memory."""
-    for heads, head_dim, is_held in ((71, 256, False), (71, 128, True), (64, 256, True)):
-        spec = AttentionSpec(heads, 1, head_dim, dtype=torch.bfloat16)
-        assert (tile(spec, [2], [40]) is not None) is is_held
+def test_a_token_may_have_more_queries_than_a_tile() -> None:
+    for heads, head_dim in ((71, 256), (71, 128), (64, 256)):
+        assert tile(AttentionSpec(heads, 1, head_dim, dtype=torch.bfloat16), [2], [40]) is not None
 
 
 def test_no_tile_takes_much_longer_than_all_together() -> None:

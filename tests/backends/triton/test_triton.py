@@ -300,12 +300,20 @@ def test_prefills_that_see_few_keys_go_to_the_portable_kernel(launches: list[tup
 
 
 @triton.jit
-def tiles_kernel(query_start_loc, rows, firsts, first_row, num_rows, BLOCK_Q: triton.language.constexpr):  # type: ignore[no-untyped-def]
+def tiles_kernel(  # type: ignore[no-untyped-def]
+    query_start_loc,
+    rows,
+    firsts,
+    first_row,
+    num_rows,
+    GROUP: triton.language.constexpr,
+    TILE: triton.language.constexpr,
+):
     """What each program's tile is."""
     tile = triton.language.program_id(0)
-    row, _first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, BLOCK_Q)
+    row, _first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, GROUP, TILE)
     triton.language.store(rows + tile, row)
-    triton.language.store(firsts + tile, triton.language.where(first < query_len, first, -1))
+    triton.language.store(firsts + tile, triton.language.where(first < query_len * GROUP, first, -1))
 
 
 MANY_ROWS = pytest.param(tuple(Random("rows").choices((1, 2, 15, 16, 17, 40), k=300)), id="many rows")
@@ -316,15 +324,17 @@ MANY_ROWS = pytest.param(tuple(Random("rows").choices((1, 2, 15, 16, 17, 40), k=
     "query_lens", [(33,), (64,), (1, 16, 17), (32, 32, 32, 32), (1, 1, 50, 1, 15), MANY_ROWS], ids=str
 )
 @pytest.mark.parametrize("first_row", [0, 2])
-def test_every_token_is_in_one_tile(first_row: int, query_lens: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("group", [1, 3, 20])
+def test_every_query_is_in_one_tile(group: int, first_row: int, query_lens: tuple[int, ...]) -> None:
     """Behind some rows that are left alone. One row, such as a chunk of a prompt, has no tile too many."""
-    tokens = 16
+    tile_queries = 16
     starts = torch.tensor([0, *(5,) * first_row, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    num_tiles = split_tiles.most_tiles(sum(query_lens), len(query_lens), tokens)
+    num_tiles = split_tiles.most_tiles(group * sum(query_lens), len(query_lens), tile_queries)
     rows, firsts = torch.empty(2, num_tiles, dtype=torch.int32)
-    tiles_kernel[num_tiles,](starts, rows, firsts, first_row, len(query_lens), tokens)
+    tiles_kernel[num_tiles,](starts, rows, firsts, first_row, len(query_lens), group, tile_queries)
     found = [tile for tile in zip(rows.tolist(), firsts.tolist(), strict=True) if tile[1] >= 0]
-    wanted = [(row, first) for row, length in enumerate(query_lens, first_row) for first in range(0, length, tokens)]
+    wanted = [(row, first) for row, length in enumerate(query_lens, first_row)
+              for first in range(0, group * length, tile_queries)]  # fmt: skip
     assert found == wanted
     assert len(query_lens) > 1 or num_tiles == len(wanted)
 
