@@ -105,7 +105,6 @@ def _join_queries(  # type: ignore[no-untyped-def]
         partial_acc + column, partial_ml, at, KV_HEADS * (BLOCK_M // QUERIES), num_splits, used - query, QUERIES,
         BLOCK_DIM_VO, BLOCK_SPLITS, COLUMNS,
     )  # fmt: skip
-    lane = query + tl.arange(0, QUERIES)
-    lane = tl.where(lane < used, first + lane, query_len * GROUP)  # behind the row's last: not written
+    lane = first + query + tl.arange(0, QUERIES)
     write_rows(output + column, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale, out_token,
                out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO - column)  # fmt: skip

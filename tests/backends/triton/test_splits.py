@@ -50,9 +50,9 @@ def splitting(*given: Any, **more: Any) -> Any:
     return splitting(*given, **more)
 
 
-def a_layer(batch: Batch) -> Layer:
+def a_layer(batch: Batch, tile: Any = TILE) -> Layer:
     """With partial results that are NaN until they are written, and with guards behind them."""
-    options = tuning.TritonOptions(prefill_tile=TILE, prompt_tile=TILE)
+    options = tuning.TritonOptions(prefill_tile=tile, prompt_tile=tile)
     layer = make_layer(get_backend("TRITON"), batch, options=options, num_padded_reqs=2)
     workspace = layer.state.workspace
     for name in ("partial_acc", "partial_ml"):
@@ -64,8 +64,8 @@ def a_layer(batch: Batch) -> Layer:
     return layer
 
 
-def check(batch: Batch) -> Any:
-    layer, expected = a_layer(batch), batch.expected()
+def check(batch: Batch, tile: Any = TILE) -> Any:
+    layer, expected = a_layer(batch, tile), batch.expected()
     step = layer.begin(batch, num_padded_reqs=2)
     for want_lse in (False, True):
         result = layer.forward(batch, step, num_padded_reqs=2, want_lse=want_lse)
@@ -120,6 +120,25 @@ def test_random_layers_with_whole_tiles(seed: int) -> None:
     several = (step.splits.work_items[:, 5] > 1) & (step.splits.work_items[:, 0] >= 0)
     assert not several[: step.splits.num_whole].any()
     assert part < 1 or not several.any()
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(18))
+def test_tiles_that_end_within_a_token(seed: int) -> None:
+    """Of groups that are no power of two, some of more queries than a tile: counted, listed as they are, or split."""
+    dice = Random(f"within a token {seed}")
+    group, heads = dice.choice((3, 5, 6, 7, 9, 11, 12, 13, 15, 24, 71)), dice.choice((1, 2))
+    seen: dict[str, Any] = dice.choice(
+        [{}, {}, {"window_left": dice.randrange(60)}, {"chunk_size": dice.randint(1, 60)}, {"causal": False},
+         {"logits_soft_cap": 20.0}, {"sinks": True}, {"alibi_slopes": tuple(map(float, range(group * heads)))}]
+    )  # fmt: skip
+    spec = AttentionSpec(group * heads, heads, 32, dtype=torch.float16, **seen)
+    query_lens = [dice.randint(17, 30), *(dice.randint(1, 30) for _ in range(dice.randrange(3)))]
+    seq_lens = [length + dice.choice((0, dice.randrange(200))) for length in query_lens]
+    batch = random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, seed=seed, poison=float("nan"))
+    tile = replace(TILE, rows=(16, 32, 64)[seed % 3])
+    with (nullcontext(), splitting(4, whole=1.0), splitting(6))[seed // 3 % 3]:
+        check(batch, tile)
 
 
 @only_interpreted
@@ -192,13 +211,21 @@ FAULTS = {
     ),
     "keys in front of a window twice": (KERNEL, "            local = begin\n", "            local = start\n"),
     "one slot for all splits": (KERNEL, "(first_slot + split) * KV_HEADS + head", "first_slot * KV_HEADS + head"),
-    "queries that are not stored": (KERNEL, "(last - first) * GROUP, BLOCK_M", "(last - first) * GROUP - 1, BLOCK_M"),
+    "queries that are not stored": (KERNEL, "m_i, l_i, used, BLOCK_M", "m_i, l_i, used - 1, BLOCK_M"),
+    "the last keys of a tile that ends within a token": (
+        KERNEL,
+        "context + (first + (BLOCK_M - 1)) // GROUP",
+        "context + first // GROUP + BLOCK_M // GROUP - 1",
+    ),
     "a split that is not joined": (SPLITS, "num_splits, used - query", "num_splits - 1, used - query"),
     "a join of what has not come": (SPLITS, "num_splits, used - query", "num_splits + 1, used - query"),
 }
 JOIN_FAULTS = {  # by which of the two ways
     "queries that nobody joins, of few splits": ("part * QUERIES, used,", "part * QUERIES, used - QUERIES,"),
-    "queries of the next tile, of few splits": ("lane < used, first", "lane < used + 2, first"),
+    "queries of another tile, of few splits": (
+        "first + query + tl.arange(0, QUERIES)",
+        "query + tl.arange(0, QUERIES)",
+    ),
     "queries that nobody joins, of many splits": ("range(part, used * PARTS,", "range(part, used * PARTS - 1,"),
     "splits of another head": ("slot = first_slot.to(tl.int64) * KV_HEADS + head", "slot = first_slot.to(tl.int64)"),
 }
@@ -207,7 +234,8 @@ JOIN_FAULTS = {  # by which of the two ways
 @only_interpreted
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rows of several splits and whole ones, where there is a window and where there is none."""
+    """In rows of several splits and whole ones, where there is a window and where there is none; and where the last key
+    that a tile's last token sees is a block's first."""
     from attn_backends.kernels.prefill import portable_kernel, split_kernels, split_launch
 
     wrong = {module: changed(module, FAULTS.get(fault), tmp_path) for module in (portable_kernel, split_kernels)}
@@ -215,9 +243,9 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(split_launch, "join_kernel", wrong[split_kernels].join_kernel)
     found = nullcontext() if fault == "none" else pytest.raises((AssertionError, RuntimeError, IndexError))
     with splitting(6), found:
-        for seen in ({}, {"window_left": 300}):
-            spec = AttentionSpec(4, 2, 32, **seen)
-            batch = random_batch(get_backend("TRITON"), spec, [500, 60, 350], [20, 17, 30], page_size=16)
+        for heads, longest, seen in ((4, 500, {}), (4, 500, {"window_left": 300}), (6, 362, {})):
+            spec = AttentionSpec(heads, 2, 32, **seen)
+            batch = random_batch(get_backend("TRITON"), spec, [longest, 60, 350], [20, 17, 30], page_size=16)
             step = check(batch)
             assert 1 in step.splits.work_items[:, 5]
             assert int(step.splits.work_items[0, 5]) > 1
