@@ -81,9 +81,9 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,  # 0 or 1: tiles are listed, and keys of some are split
     USE_PDL: tl.constexpr,  # 0 or 1: it starts before the kernel in front of it has ended, and waits for it
 ):
-    """One program attends for a tile: BLOCK_M of the query tokens of one row, times the GROUP heads of one KV head,
-    from and up to any head of a token; with SPLIT for an item of a list, whose part of the keys gives what
-    `join_kernel` joins."""
+    """One program attends for a tile: BLOCK_M queries of one row and one KV head, which are query tokens times GROUP
+    heads; it may begin and end within a token. With SPLIT it does for an item of a list, whose part of the keys gives
+    what `join_kernel` joins."""
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
     if USE_PDL:
