@@ -1,6 +1,6 @@
 """How a step's prefills are served: by which tile, how keys are split, and whether decodes are taken along.
 
-Times are reckoned in blocks of the usual tile that a program reads, see `kernels.prefill.splits`.
+Times are reckoned in blocks of the usual tile that a program reads, see `kernels.prefill.split_tiles`.
 """
 
 from __future__ import annotations
