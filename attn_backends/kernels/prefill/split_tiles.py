@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_backends.batch.page_table import IntArray
-from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles, most_tokens
+from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles, tile_tokens
 from attn_backends.spec import AttentionSpec
 
 SLOT_QUERIES = 128  # of the largest tile
@@ -38,7 +38,7 @@ class SplitTile(NamedTuple):
     @property
     def tokens(self) -> int:
         """Query tokens that a tile has queries of, at most."""
-        return most_tokens(self.rows, self.group_size)
+        return tile_tokens(self.rows, self.group_size)
 
     def num_tiles(self, query_lens: IntArray) -> NDArray[np.int64]:
         """Tiles of each row, for one KV head."""

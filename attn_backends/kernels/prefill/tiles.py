@@ -17,7 +17,7 @@ LEAST_ROWS = 16  # of a tile, which a product takes at least
 _WIDE = 256  # columns of values from which on four warps cannot hold their sums
 
 
-def most_tokens(num_queries: int, group_size: int) -> int:
+def tile_tokens(num_queries: int, group_size: int) -> int:
     """Query tokens that a tile has queries of, at most: where it is no multiple of a token's, it begins and ends within
     one."""
     return num_queries // group_size if num_queries % group_size == 0 else (num_queries - 2) // group_size + 2
@@ -71,7 +71,7 @@ class HopperTile(NamedTuple):
 
     def tokens(self, group_size: int) -> int:
         """Query tokens that a tile has queries of, at most."""
-        return most_tokens(self.rows, group_size)
+        return tile_tokens(self.rows, group_size)
 
 
 def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tuple[HopperTile, ...]:
