@@ -120,7 +120,7 @@ FAULTS = {
                                         "for i in gl.static_range(num_pieces(DIM) - 1):"),
     "values of the first part twice": (192, "STAGES * (WIDE // TMA_COLS) + stage", "stage"),
     "values of the other stage": (96, "else STAGES * TOGETHER + stage", "else STAGES * TOGETHER"),
-    "output in the next head's columns": (112, "live_rows, smem, DIM_VO)", "live_rows, smem, WIDE)"),
+    "output in the next head's columns": (112, "query_len, smem, DIM_VO)", "query_len, smem, WIDE)"),
     "weights that are not scaled": (192, "scaled + (times_rows(acc[i], row_factors),)", "scaled + (acc[i],)"),
     "one product that is waited for": (192, "warpgroup_mma_wait(num_accs(DIM_VO), deps=(pending,))",
                                        "warpgroup_mma_wait(num_accs(DIM_VO) + 1, deps=(pending,))"),
