@@ -7,7 +7,6 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from attn_backends.backends.triton.rules import reads_pages_on_hopper
@@ -16,7 +15,7 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import mean_keys, seen_by_tiles
 from attn_backends.kernels.prefill.launch import HOPPER_ROWS, num_hopper_tiles
-from attn_backends.kernels.prefill.tiles import PrefillTile, half_tile
+from attn_backends.kernels.prefill.tiles import PrefillTile, count_tiles, half_tile
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 SHORT_TILES = (PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3))
@@ -67,8 +66,7 @@ def _one_block(
     longest = int(seq_lens.max(initial=0))
     for tile, programs, _, fewest in _of_one_block(spec):
         if fewest <= longest <= tile.keys:
-            tiles = -(-query_lens.astype(np.int64) * spec.group_size // tile.rows)
-            count = int(tiles.sum()) * spec.num_kv_heads
+            count = int(count_tiles(query_lens, spec.group_size, tile.rows).sum()) * spec.num_kv_heads
             if count <= min(programs, most_programs) * num_sms:
                 return tile
     return None

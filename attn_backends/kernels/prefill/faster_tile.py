@@ -10,7 +10,7 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.launch import num_visible_keys
 from attn_backends.kernels.prefill.splits import TileLoad, whole_time
-from attn_backends.kernels.prefill.tiles import HopperTile, tiles_of
+from attn_backends.kernels.prefill.tiles import HopperTile, count_tiles, tiles_of
 from attn_backends.spec import AttentionSpec
 
 # Blocks that tiles read in the mean, up to which those of the second one of `hopper_tiles` are faster: of more tiles
@@ -61,7 +61,7 @@ def faster_hopper_tile(
 def mean_load(spec: AttentionSpec, tile: HopperTile, query_lens: IntArray, seq_lens: IntArray) -> TileLoad:
     """Tiles, and the blocks that one of a row's reads in the mean."""
     seen = mean_keys(spec, tile.rows // spec.group_size, query_lens, seq_lens)
-    return TileLoad(-(-query_lens.astype(np.int64) * spec.group_size // tile.rows), -(-seen // tile.keys))
+    return TileLoad(count_tiles(query_lens, spec.group_size, tile.rows), -(-seen // tile.keys))
 
 
 def mean_keys(spec: AttentionSpec, tokens: int, query_lens: IntArray, seq_lens: IntArray) -> NDArray[np.int64]:

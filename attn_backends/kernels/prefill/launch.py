@@ -41,7 +41,7 @@ from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.kernels.prefill.split_launch import TileList, join_splits
 from attn_backends.kernels.prefill.split_tiles import SplitTile, hopper_tile, most_tiles
-from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles, section_heads
+from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, count_tiles, hopper_tiles, section_heads
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
 
@@ -81,7 +81,7 @@ def num_visible_keys(spec: AttentionSpec, keys: IntArray) -> IntArray:
 
 def num_hopper_tiles(spec: AttentionSpec, query_lens: IntArray) -> NDArray[np.int64]:
     """Number of tiles of each row, by the prefill kernel for Hopper, for one KV head."""
-    return -(-query_lens.astype(np.int64) * spec.group_size // HOPPER_ROWS)
+    return count_tiles(query_lens, spec.group_size, HOPPER_ROWS)
 
 
 def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_backends.batch.page_table import IntArray
-from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles, tile_tokens
+from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, count_tiles, hopper_tiles, tile_tokens
 from attn_backends.spec import AttentionSpec
 
 SLOT_QUERIES = 128  # of the largest tile
@@ -42,7 +42,7 @@ class SplitTile(NamedTuple):
 
     def num_tiles(self, query_lens: IntArray) -> NDArray[np.int64]:
         """Tiles of each row, for one KV head."""
-        return -(-query_lens.astype(np.int64) * self.group_size // self.rows)
+        return count_tiles(query_lens, self.group_size, self.rows)
 
     def most_tiles(self, num_tokens: int, num_rows: int) -> int:
         """Most tiles that rows of so many query tokens in all can have."""

@@ -6,14 +6,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.tiles import block_bytes, block_dims, fitted
 from attn_backends.spec import AttentionSpec
 
 MARGIN = 3 << 10  # bytes of a program, beside its queries and blocks
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
-LEAST_ROWS = 16  # of a tile, which a product takes at least
+_LEAST_ROWS = 16  # of a tile, which a product takes at least
 _WIDE = 256  # columns of values from which on four warps cannot hold their sums
 
 
@@ -21,6 +24,11 @@ def tile_tokens(num_queries: int, group_size: int) -> int:
     """Query tokens that a tile has queries of, at most: where it is no multiple of a token's, it begins and ends within
     one."""
     return num_queries // group_size if num_queries % group_size == 0 else (num_queries - 2) // group_size + 2
+
+
+def count_tiles(query_lens: IntArray, group_size: int, tile_queries: int) -> NDArray[np.int64]:
+    """Tiles of so many queries that each row has, for one KV head."""
+    return -(-query_lens.astype(np.int64) * group_size // tile_queries)
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,9 @@ class PrefillTile:
     stages: int
 
     def __post_init__(self) -> None:
-        if self.rows < LEAST_ROWS or self.rows & (self.rows - 1):
+        if self.rows < _LEAST_ROWS or self.rows & (self.rows - 1):
             raise ValueError(
-                f"rows is {self.rows}, queries of a tile of prefill; give a power of two from {LEAST_ROWS} on, as 64"
+                f"rows is {self.rows}, queries of a tile of prefill; give a power of two from {_LEAST_ROWS} on, as 64"
             )
 
 

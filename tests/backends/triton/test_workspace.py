@@ -595,6 +595,13 @@ def test_one_program_combines_powers_of_two(joined: int) -> None:
         tuning.DecodeTile(16, 1, 6, 4, 64, joined)
 
 
+@pytest.mark.parametrize("rows", [0, 8, 48, 100])
+def test_a_tile_of_prefill_has_a_power_of_two_of_queries(rows: int) -> None:
+    for kind in ("prefill_tile", "prompt_tile"):
+        with pytest.raises(ValueError, match=f"rows is {rows}.*power of two from 16 on"):
+            tuning.TritonOptions(**{kind: {"rows": rows, "keys": 32, "warps": 4, "stages": 2}})
+
+
 @only_interpreted
 def test_kernel_workspaces_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that began on different streams share no workspace, no two steps a list, and graphs have their own."""
