@@ -215,6 +215,21 @@ def _prefetch(at):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def once_loaded(piece, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What was loaded, as products want it only from here on: compilers make it so right behind its load else, and wait
+    for it before they ask for what is loaded next. On GPUs where kernels start early, which is where that was measured:
+    an interpreter has no such instruction."""
+    if PDL and piece.dtype.primitive_bitwidth == 8:
+        words = piece.to(tl.int8, bitcast=True)
+        words = tl.inline_asm_elementwise("// $0", "=r,0", [words], tl.int8, is_pure=False, pack=4)
+        return words.to(piece.dtype, bitcast=True)
+    elif PDL:
+        return tl.inline_asm_elementwise("// $0", "=r,0", [piece], piece.dtype, is_pure=False, pack=2)
+    else:
+        return piece
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def logit_scale(scale, SCALE_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
     """The factor that makes logits in base 2 of those that `attend_keys` compares."""
     if SCALE_FIRST:

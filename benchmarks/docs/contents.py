@@ -167,6 +167,8 @@ PAGES = (
                 "gain", "bare cascade us", "prefix used", "error")),
         Section("tiles_within_tokens", "Tiles that end within a token, in place of whole tokens",
                 ("id", "shape", "dtype", "page", "before us", "after us", "ratio")),
+        Section("one_block", "Rows of up to 128 keys: all of them asked for at once",
+                ("id", "shape", "dtype", "page", "before us", "after us", "ratio")),
         Section("prefill_prefix", "Prompts with a cached beginning: one pass or two"),
         Section("attention_flashinfer", "FLASHINFER beside its own wrappers", Pivot("us", {"FLASHINFER": "FLASHINFER"}),
                 full=True),

@@ -38,7 +38,7 @@ from attn_backends.kernels.prefill.faster_tile import faster_hopper_tile
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.kernels.prefill.split_tiles import hopper_tile
 from attn_backends.kernels.prefill.splits import PrefillSplits
-from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile
+from attn_backends.kernels.prefill.tiles import HopperTile, ShortTile
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
 
 _MANY_TOKENS = 4  # of decodes in the mean, from which on they are as prompts are
@@ -58,7 +58,7 @@ class TritonMetadata(AttentionMetadata):
     prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
     decode_sms: int | None  # multiprocessors that these leave free, for as many of which decodes are cut; None: for all
     prefill_splits: PrefillSplits | None  # of the keys of rows behind the decodes; None: they are whole, rows as given
-    short_tile: PrefillTile | None  # of the portable kernel, where it serves rows that see few keys, and no decodes
+    short_tile: ShortTile | None  # of the portable kernel, where it serves rows that see few keys, and no decodes
     hopper_tile: HopperTile | None  # of the kernel for Hopper, where it serves with another than the usual one
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     query_start_loc: torch.Tensor  # [R + 1] i32
@@ -264,12 +264,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return prefill_plan(spec, tile, other, *bounds, num_decodes, self.device, for_graph, is_paged)
 
     @cached_property
-    def _short_tiles(self) -> tuple[PrefillTile, ...]:
+    def _short_tiles(self) -> tuple[ShortTile, ...]:
         return short_tiles(self.group.spec, self.cache, self.options, self.device)
 
     def _short_tile(
         self, common: CommonAttentionMetadata, bounds: Lens, num_decodes: int, use_cache: bool
-    ) -> PrefillTile | None:
+    ) -> ShortTile | None:
         """The portable kernel's tile where it serves all rows."""
         if not self._short_tiles:
             return None

@@ -15,10 +15,11 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import mean_keys, seen_by_tiles
 from attn_backends.kernels.prefill.launch import HOPPER_ROWS, num_hopper_tiles
-from attn_backends.kernels.prefill.tiles import PrefillTile, count_tiles, half_tile
+from attn_backends.kernels.prefill.tiles import ShortTile, count_tiles, half_tile
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
-SHORT_TILES = (PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3))
+_FEW_ROWS, _MANY_ROWS = 16, 64  # queries of a tile
+SHORT_TILES = (ShortTile(_MANY_ROWS, 64, 4, 2), ShortTile(_MANY_ROWS, 32, 4, 3))
 _TOGETHER = 3  # programs of such a tile that a multiprocessor holds, about
 _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the faster ones: of many tiles, and of few
 # Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles;
@@ -26,7 +27,7 @@ _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the
 # the kernel for Hopper with tiles of half the size more tiles never are faster. As measured at tuning seeds 24 to 26,
 # 35 to 38, and 100 to 102, and beside half the size at 150 to 161, without decodes.
 _FEW_KEYS = {64: (512, 400), 128: (256, 72), 256: (128, 128)}
-_FEW_BESIDE_HALF = {64: (80, 0), 128: (64, 0), 256: (64, 32)}
+_FEW_BESIDE_HALF = {64: (80, 0), 128: (64, 0), 256: (32, 0)}
 _FEW_OF_8_BITS = {64: (512, 400), 128: (640, 72), 256: (256, 128)}  # which that one reads more slowly: at 197 and 198
 _FEWEST = 32  # keys, of one short block
 
@@ -34,47 +35,72 @@ _FEWEST = 32  # keys, of one short block
 class _OneBlock(NamedTuple):
     """A tile whose block holds all keys of a row, and where it is the fastest."""
 
-    tile: PrefillTile
-    programs: float  # of a multiprocessor, up to which it is
+    tile: ShortTile
     dims: range  # of heads
+    programs: float  # of a multiprocessor, up to which it is
     fewest: int = 1  # keys
 
 
+def _block(rows: int, keys: int, dims: range, programs: float, fewest: int = 1, warps: int = 4) -> _OneBlock:
+    return _OneBlock(ShortTile(rows, keys, warps, 1, is_one_block=True), dims, programs, fewest)
+
+
+_ALL_DIMS, _NARROW_DIMS, _MIDDLE_DIMS = range(1, 257), range(1, _NARROW + 1), range(_NARROW + 1, _MIDDLE + 1)
 # The first one that suits serves. Where programs are few, those of 16 queries are more, and sooner done. As measured at
-# 45 shapes of tuning seeds 296 to 329, over 16 bits.
+# 124 shapes of tuning seeds 435 to 469, and 34 over 8 bits, of which the kernel for Hopper makes 16 first.
 _ONE_BLOCK = (
-    _OneBlock(PrefillTile(16, 32, 4, 1), 2.5, range(_NARROW + 1, 257)),
-    _OneBlock(PrefillTile(64, 32, 4, 1), 4.0, range(1, 257)),
-    _OneBlock(PrefillTile(16, 64, 4, 2), 1.3, range(1, 257)),
-    _OneBlock(PrefillTile(16, 128, 4, 1), 0.75, range(1, _MIDDLE + 1), 65),
-    _OneBlock(PrefillTile(64, 128, 4, 1), 1.0, range(1, _NARROW + 1), 65),
+    _block(_FEW_ROWS, 32, _NARROW_DIMS, 1.0),
+    _block(_FEW_ROWS, 32, range(_NARROW + 1, 257), 2.0),
+    _block(_MANY_ROWS, 32, _ALL_DIMS, math.inf),
+    _block(_FEW_ROWS, 64, _ALL_DIMS, 1.6),
+    _block(_MANY_ROWS, 64, _NARROW_DIMS, 8.0),
+    _block(_MANY_ROWS, 64, range(_NARROW + 1, 193), 2.5),
+    _block(_MANY_ROWS, 64, range(193, 257), 1.0),
+    _block(_FEW_ROWS, 128, range(1, _MIDDLE + 1), 1.0, 65),
+    _block(_FEW_ROWS, 128, range(_MIDDLE + 1, 257), 0.75, 65, warps=8),
+    _block(_MANY_ROWS, 128, _NARROW_DIMS, 2.5, 65),
 )
+_ONE_BLOCK_OF_8_BITS = (
+    *_ONE_BLOCK[:3],
+    _block(_FEW_ROWS, 64, _ALL_DIMS, 2.0),
+    _block(_MANY_ROWS, 64, _ALL_DIMS, 8.0),
+    _block(_FEW_ROWS, 128, _ALL_DIMS, 2.0, 65),
+    _block(_MANY_ROWS, 128, _NARROW_DIMS, 4.0, 65),
+    _block(_MANY_ROWS, 128, _MIDDLE_DIMS, 1.5, 65),
+)
+# Tiles of few queries to one of many, up to which they serve however many they are, rows of up to so many keys.
+_SPARSE, _SPARSE_KEYS = 1.3, 64
+_MOST_WITH_DECODES = 4.0  # programs of a multiprocessor
 
 
 @lru_cache(maxsize=64)
 def _of_one_block(spec: AttentionSpec) -> tuple[_OneBlock, ...]:
-    if spec.cache_dtype is not spec.dtype:
-        return ()
-    return tuple(one for one in _ONE_BLOCK if spec.head_dim in one.dims and spec.group_size <= one.tile.rows)
+    table = _ONE_BLOCK if spec.cache_dtype is spec.dtype else _ONE_BLOCK_OF_8_BITS
+    return tuple(one for one in table if spec.head_dim in one.dims)
 
 
 def _one_block(
     spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_sms: int, most_programs: float
-) -> PrefillTile | None:  # fmt: skip
+) -> ShortTile | None:  # fmt: skip
     """The tile whose block holds all keys of a row, where it is the fastest; with so many programs of a multiprocessor
     at most."""
+
+    def programs_of(rows: int) -> float:
+        return int(count_tiles(query_lens, spec.group_size, rows).sum()) * spec.num_kv_heads / num_sms
+
     longest = int(seq_lens.max(initial=0))
-    for tile, programs, _, fewest in _of_one_block(spec):
-        if fewest <= longest <= tile.keys:
-            count = int(count_tiles(query_lens, spec.group_size, tile.rows).sum()) * spec.num_kv_heads
-            if count <= min(programs, most_programs) * num_sms:
+    can_be_sparse = longest <= _SPARSE_KEYS and spec.head_dim <= _MIDDLE
+    for tile, _, most, fewest in _of_one_block(spec):
+        if fewest <= longest <= tile.keys and (count := programs_of(tile.rows)) <= most_programs:
+            is_sparse = can_be_sparse and tile.rows == _FEW_ROWS and count <= _SPARSE * programs_of(_MANY_ROWS)
+            if count <= most or is_sparse:
                 return tile
     return None
 
 
 def short_tiles(
     spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
-) -> tuple[PrefillTile, ...]:
+) -> tuple[ShortTile, ...]:
     """The portable kernel's tiles for rows that see few keys: where all begin at once, for more of them, and those
     whose block holds all keys. None where it serves all prefills anyway."""
     has_tile = options is not None and options.prompt_tile is not None
@@ -85,9 +111,9 @@ def short_tiles(
 
 
 def short_tile(
-    spec: AttentionSpec, tiles: tuple[PrefillTile, ...], query_lens: IntArray, seq_lens: IntArray, device: torch.device,
+    spec: AttentionSpec, tiles: tuple[ShortTile, ...], query_lens: IntArray, seq_lens: IntArray, device: torch.device,
     has_decodes: bool = False, for_graph: bool = False,
-) -> PrefillTile | None:  # fmt: skip
+) -> ShortTile | None:  # fmt: skip
     """The one of `short_tiles` for rows that see so few keys that it is faster than the kernel for Hopper, of which a
     multiprocessor works on one tile at a time, and waits for its first keys; None: it is not, as where one row would
     take much longer than all together.
@@ -95,13 +121,13 @@ def short_tile(
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter.
         has_decodes: some rows are of few tokens, and would else run beside the kernel for Hopper: only where all begin
-            at once are they as fast in this one.
+            at once, or are not many of one block, are they as fast in this one.
         for_graph: the kernel for Hopper has tiles of half the size for rows of few queries alone then.
     """
     if not tiles:
         return None
     num_sms = num_multiprocessors(device)
-    if one := _one_block(spec, query_lens, seq_lens, num_sms, 1.0 if has_decodes else math.inf):
+    if one := _one_block(spec, query_lens, seq_lens, num_sms, _MOST_WITH_DECODES if has_decodes else math.inf):
         return one
     most = int(seen_by_tiles(spec, seq_lens).max(initial=0))
     num_tiles = num_hopper_tiles(spec, query_lens)

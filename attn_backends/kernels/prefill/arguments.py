@@ -119,6 +119,7 @@ class PrefillConstants(NamedTuple):
     LOCAL: int
     EXACT: int
     SPLIT: int
+    ONE_BLOCK: int
     USE_PDL: int
 
 

@@ -41,7 +41,14 @@ from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.kernels.prefill.split_launch import TileList, join_splits
 from attn_backends.kernels.prefill.split_tiles import SplitTile, hopper_tile, most_tiles
-from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, count_tiles, hopper_tiles, section_heads
+from attn_backends.kernels.prefill.tiles import (
+    HopperTile,
+    ShortTile,
+    all_tiles,
+    count_tiles,
+    hopper_tiles,
+    section_heads,
+)
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
 
@@ -116,7 +123,7 @@ class Rows(NamedTuple):
     num_upcast: int  # keys that they see and that are to be made 16 bits, or an upper bound of it
     max_seq_len: int  # or an upper bound of it
     splits: TileList | None = None  # the tiles of rows from `first_row` on; None: they are whole, and rows as given
-    short_tile: TileSizes | None = None  # of the portable kernel, which serves in place of the one for Hopper
+    short_tile: ShortTile | None = None  # of the portable kernel, which serves in place of the one for Hopper
     hopper_tile: HopperTile | None = None  # of the one for Hopper, without splits; None: the usual one, whose lists are
 
 
@@ -164,8 +171,10 @@ class PrefillKernels:
         tile, of_hopper = self._served_by(is_paged, rows, key.itemsize == 1)
         page_size = key.shape[1] if is_paged else 0
         on_hopper = of_hopper is not None and page_size % HOPPER_PAGE == 0 and has_aligned_rows(query)
+        is_one_block = isinstance(tile, ShortTile) and tile.is_one_block
         in_blocks = query.dtype is key.dtype and self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
         layouts = None
+        in_blocks = in_blocks and not is_one_block
         if (on_hopper or in_blocks) and self._has_tensor_engine:
             layouts = row_layouts(key, value)
         on_hopper, in_blocks = on_hopper and layouts is not None, in_blocks and layouts is not None
@@ -185,7 +194,7 @@ class PrefillKernels:
             return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)
         splits = None if rows.splits is None else _listed_for(portable_tile(spec, tile), num_kv_heads, rows.splits)
         lists = (None, None, None) if splits is None else (splits.work_items, splits.partial_acc, splits.partial_ml)
-        constants = self._constants(key, value, page_size, tile, splits)
+        constants = self._constants(key, value, page_size, tile, splits, is_one_block)
         _prefill(*tensors, slopes, sinks, *lists, scales, visible, has_sinks, tiled, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
         if splits is not None:
@@ -225,7 +234,8 @@ class PrefillKernels:
                     self._has_sinks, use_pdl)  # fmt: skip
 
     def _constants(
-        self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, splits: TileList | None
+        self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, splits: TileList | None,
+        is_one_block: bool,
     ) -> PrefillConstants:  # fmt: skip
         spec = self.spec
         return PrefillConstants(
@@ -233,7 +243,7 @@ class PrefillKernels:
             BLOCK_M=tile.rows, BLOCK_N=tile.keys, DIM=self._dims.DIM, DIM_VO=self._dims.DIM_VO,
             BLOCK_DIM=self._dims.BLOCK_DIM, BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO,
             STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(spec.dtype is torch.float32),
-            SPLIT=int(splits is not None), USE_PDL=int(self._supports_pdl),
+            SPLIT=int(splits is not None), ONE_BLOCK=int(is_one_block), USE_PDL=int(self._supports_pdl),
         )  # fmt: skip
 
 

@@ -8,7 +8,15 @@ import triton.language as tl
 from attn_backends.kernels.fp8 import interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.pdl import grid_wait
 from attn_backends.kernels.split_kv import first_key, seen_by_all, store_partial
-from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, rows_of, tile_of, write_rows
+from attn_backends.kernels.tile_kernels import (
+    attend_keys,
+    logit_scale,
+    once_loaded,
+    rows_of,
+    scale_logits,
+    tile_of,
+    write_rows,
+)
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "window_right", "window_left",
                  "chunk", "has_sinks", "want_lse", "lse_token"]  # fmt: skip
@@ -79,6 +87,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     LOCAL: tl.constexpr,  # 0 or 1: there is a window, or chunks
     EXACT: tl.constexpr,  # 0 or 1, see `attend_keys`
     SPLIT: tl.constexpr,  # 0 or 1: tiles are listed, and keys of some are split
+    ONE_BLOCK: tl.constexpr,  # 0 or 1: a block holds all keys of a tile, without ALIBI and SPLIT
     USE_PDL: tl.constexpr,  # 0 or 1: it starts before the kernel in front of it has ended, and waits for it
 ):
     """One program attends for a tile: BLOCK_M queries of one row and one KV head, which are query tokens times GROUP
@@ -97,7 +106,17 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     else:
         head, tile = tile_of(tl.program_id(0), num_tiles, section, KV_HEADS)
         row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, GROUP, BLOCK_M)
-    if first < query_len * GROUP:
+    if ONE_BLOCK:
+        if first < query_len * GROUP:
+            _attend_block(
+                query, key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head, output,
+                lse, page_table, seq_lens, key_start_loc, sinks, row, first_token, query_len, first, head, table_row,
+                scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token,
+                query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token, SOFT_CAP,
+                SCALE_FIRST, ALIKE, PAGE_SIZE, GROUP, BLOCK_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, LOCAL,
+                USE_PDL,
+            )  # fmt: skip
+    elif first < query_len * GROUP:
         seq_len = tl.load(at_item + 4) if SPLIT else tl.load(seq_lens + row)  # a list has tokens behind all rows too
         lane = first + tl.arange(0, BLOCK_M)
         token = lane // GROUP
@@ -189,3 +208,69 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
                 query_len *= 0  # nothing is written below
         write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale,
                    out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_block(  # type: ignore[no-untyped-def]
+    query, key, value, output, lse, page_table, seq_lens, key_start_loc, sinks, row, first_token, query_len, first,
+    head, table_row, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token,
+    query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token, SOFT_CAP: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM_VO: tl.constexpr, LOCAL: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend for a tile of a row that sees no more than BLOCK_N keys, and write what `prefill_kernel` does, which has
+    these arguments; `key` and `value` point to the KV head's first element."""
+    seq_len = tl.load(seq_lens + row)
+    context = seq_len - query_len
+    oldest, newest = context + first // GROUP, context + (first + (BLOCK_M - 1)) // GROUP  # positions
+    start = first_key(oldest, window_left, chunk) if LOCAL else 0
+    stop = tl.minimum(seq_len, newest + 1 + window_right)
+    lane = first + tl.arange(0, BLOCK_M)
+    acc, m_i = tl.zeros([BLOCK_M, BLOCK_DIM_VO], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    if start < stop:
+        keys = start + tl.arange(0, BLOCK_N)
+        there = tl.minimum(keys, stop - 1)  # no query sees what is read twice: for finite values as good as a mask
+        if PAGE_SIZE == 0:
+            page, slot = tl.load(key_start_loc + row).to(tl.int64) + there, 0
+            key_page, value_page = key_slot, value_slot
+        else:
+            at = there.to(tl.uint32)  # which is divided by fewer instructions
+            page = tl.load(page_table + row.to(tl.int64) * table_row + at // PAGE_SIZE).to(tl.int64)
+            slot = (at % PAGE_SIZE).to(tl.int32)
+        dims, dims_vo = tl.arange(0, BLOCK_DIM)[None], tl.arange(0, BLOCK_DIM_VO)[None]
+        k_rows = (page * key_page + slot * key_slot)[:, None]
+        v_rows = k_rows
+        if not ALIKE:
+            v_rows = (page * value_page + slot * value_slot)[:, None]
+        # Volatile, so that all are asked for before queries are waited for, which are scaled first.
+        IS_SCALED: tl.constexpr = key.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16
+        k = tl.load(key + k_rows + dims, mask=dims < DIM, other=0.0, volatile=IS_SCALED)
+        v = tl.load(value + v_rows + dims_vo, mask=dims_vo < DIM_VO, other=0.0, volatile=IS_SCALED)
+        token = lane // GROUP
+        q_at = query + (first_token + token).to(tl.int64)[:, None] * query_token
+        q_at += (head * GROUP + lane % GROUP)[:, None] * query_head + dims
+        queries = tl.load(q_at, mask=(token < query_len)[:, None] & (dims < DIM), other=0.0, volatile=IS_SCALED)
+        queries, k, v = once_loaded(queries, USE_PDL), once_loaded(k, USE_PDL), once_loaded(v, USE_PDL)
+        if IS_SCALED:
+            q_scale = row_amax(queries)
+            queries = scale_to_fp16(queries, q_scale)
+        logits = tl.dot(queries, tl.trans(k.to(queries.dtype)))
+        if IS_SCALED:
+            logits *= q_scale[:, None]
+        logits = scale_logits(logits, scale, soft_cap, SOFT_CAP, SCALE_FIRST)
+        positions = context + token
+        high = tl.minimum(positions + window_right, stop - 1)
+        if LOCAL:
+            high = tl.minimum(high, tl.maximum(positions, 0) // chunk * chunk + (chunk - 1))
+            low = first_key(positions, window_left, chunk)
+            logits = tl.where(keys[None] >= low[:, None], logits, float("-inf"))
+        logits = tl.where(keys[None] <= high[:, None], logits, float("-inf"))
+        logits *= logit_scale(scale, SCALE_FIRST)
+        m_i = tl.max(logits, 1)
+        p = tl.exp2(logits - tl.where(m_i == float("-inf"), 0.0, m_i)[:, None])
+        l_i = tl.sum(p, 1)
+        acc = tl.dot(p.to(queries.dtype), v.to(queries.dtype))
+    write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale, out_token, out_head,
+               lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip

@@ -47,6 +47,13 @@ class PrefillTile:
             )
 
 
+@dataclass(frozen=True)
+class ShortTile(PrefillTile):
+    """The same of rows that see few keys."""
+
+    is_one_block: bool = False  # a block holds all keys that a tile sees: they are asked for at once, and nothing loops
+
+
 _HALF_OF_REGISTERS = 128  # of a multiprocessor, for each thread of a program of eight warps
 GROUP_QUERIES = 64  # of a group of warps of the kernel for Hopper
 

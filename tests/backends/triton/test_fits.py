@@ -193,6 +193,7 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
         "STAGES": tile.stages,
         "LOCAL": 1,
         "SPLIT": 1,  # which keeps what a tile that is whole has no use for
+        "ONE_BLOCK": 0,
         "USE_PDL": 0,
     }
     return tile, constants_of(spec, page_size, **sizes)
@@ -419,6 +420,36 @@ def test_the_portable_prefill_waits_before_it_reads() -> None:
     assert "LDG" not in before
 
 
+@pytest.mark.parametrize("is_8_bit", [False, True], ids=["16_bits", "8_bits"])
+@pytest.mark.parametrize(
+    ("dim", "rows", "keys", "warps"),
+    [(256, 64, 32, 4), (256, 16, 128, 8), (128, 64, 64, 4), (128, 16, 128, 4), (64, 64, 128, 4)],
+    ids=str,
+)
+def test_one_block_is_asked_for_at_once(dim: int, rows: int, keys: int, warps: int, is_8_bit: bool) -> None:
+    """Keys, values and queries, before any of them is waited for: such a program does nothing but wait else. Compilers
+    ask for values behind the first product, and scale queries in front of them."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
+
+    spec = spec_of(dim, dim, torch.bfloat16, torch.float8_e4m3fn if is_8_bit else torch.bfloat16)
+    tile = {"BLOCK_M": rows, "BLOCK_N": keys, "STAGES": 1}
+    constants = prefill_of(spec, 16, HOPPER)[1] | WITHOUT_DESCRIPTORS | tile
+    constants |= {"LOCAL": 0, "SPLIT": 0, "ONE_BLOCK": 1, "USE_PDL": 1, "ALIKE": 1}
+    made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants, warps, 90)
+    code = listing(made)
+    assert made.metadata.shared <= HOPPER
+    assert code.count("LDL") < 16
+    wide = [match.start() for match in re.finditer(r"LDG\.E\.128", code)]
+    num_bytes = 2 * keys * dim * spec.cache_dtype.itemsize + rows * dim * spec.dtype.itemsize
+    assert len(wide) == num_bytes // (16 * 32 * warps)
+    between = code[wide[0] : wide[-1]]
+    assert "STS.128" not in between
+    assert "HMMA" not in between
+    assert "HGMMA" not in between
+
+
 ONE_TOKEN = {"NORM": 1, "RESIDUAL": 1, "GATED": 1, "BLOCK_N": 4, "BLOCK_K": 1024}
 WRITE = {"PAGE_SIZE": 16, "HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "KEY_BLOCK": 1024, "VALUE_BLOCK": 1024,
          "LIMIT": 0.0, "SCALED": 0, "LAUNCH_DEPENDENTS": 1}  # fmt: skip
@@ -604,7 +635,7 @@ def test_prefill_of_latent_layers_as_compiled(
     spec = MLASpec(16, head_dim=nope + rope, qk_rope_head_dim=rope, head_dim_vo=v_dim, dtype=dtype)
     tile = varlen_tile(spec, room)
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "STAGES": tile.stages, "LOCAL": 0,
-             "SPLIT": 0, "USE_PDL": int(capability >= 90)}  # fmt: skip
+             "SPLIT": 0, "ONE_BLOCK": 0, "USE_PDL": int(capability >= 90)}  # fmt: skip
     constants = constants_of(spec, 0, **sizes) | WITHOUT_DESCRIPTORS
     made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants, tile.warps, capability)
     assert made.metadata.shared <= room

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec
-from attn_backends.kernels.prefill.tiles import HopperTile
+from attn_backends.kernels.prefill.tiles import HopperTile, ShortTile
 
 rules = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
 short_tiles = pytest.importorskip("attn_backends.backends.triton.short_tiles")
@@ -51,43 +51,64 @@ def test_fewer_keys_are_as_short(seed: int) -> None:
     assert tile(spec, query_lens, more) is None
     window = layer(spec.head_dim, window_left=31)
     begin_at_once = sum(-(-query_len // 64) for query_len in query_lens) * spec.num_kv_heads <= 132
-    assert (tile(window, query_lens, more) is not None) is (begin_at_once or spec.head_dim > 128)
+    assert (tile(window, query_lens, more) is not None) is begin_at_once
     assert tile(layer(spec.head_dim, window_left=31, causal=False), query_lens, more) is None
 
 
 def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
     """Of many with heads that the kernel for Hopper has no tiles of half the size for."""
     spec, wide = layer(128), layer(256)
-    assert tile(spec, [60] * 10, [60] * 10) == short_tiles.SHORT_TILES[0]
     assert tile(spec, [60] * 10, [60] * 9 + [70]) is None
     assert tile(spec, [60] * 100, [60] * 100) is None
     assert tile(layer(64), [80] * 100, [80] * 100) is None
-    assert tile(wide, [60] * 8, [60] * 8) == short_tiles.SHORT_TILES[1]
-    assert tile(wide, [33] * 100, [33] * 10 + [31] * 90) == short_tiles.SHORT_TILES[1]
-    assert tile(wide, [33] * 100, [33] * 100) is None
+    assert tile(wide, [33] * 100, [33] * 10 + [31] * 90) is None
+    graph = np.full(30, 60, np.int32), np.full(30, 130, np.int32)
+    tiles = short_tiles.SHORT_TILES
+    assert short_tiles.short_tile(spec, tiles, *graph, DEVICE, for_graph=True) == tiles[0]
     wide_group = AttentionSpec(71, 1, 64, dtype=torch.bfloat16)
     assert tile(wide_group, [1] * 200, [100] * 200) == short_tiles.SHORT_TILES[0]
-    assert tile(AttentionSpec(60, 1, 64, dtype=torch.bfloat16), [1] * 200, [100] * 200) is None
+    assert tile(AttentionSpec(60, 1, 64, dtype=torch.bfloat16), [1] * 400, [100] * 400) is None
+
+
+def block(rows: int, keys: int, warps: int = 4) -> object:
+    return ShortTile(rows, keys, warps, 1, is_one_block=True)
 
 
 def test_one_block_holds_all_keys() -> None:
-    """Of 32, 64, and of narrow heads 128, by fewer queries where programs are few; of 16 bits."""
-    few, many, longer, longest_of_few, longest = (one.tile for one in short_tiles._ONE_BLOCK)
-    assert tile(layer(128), [32] * 10, [32] * 10) == few
-    assert tile(layer(128), [32] * 30, [32] * 30) == many  # 480 programs would have 16 queries
-    assert tile(layer(64), [32] * 10, [32] * 10) == many
-    assert tile(layer(128), [32] * 133, [32] * 133) is None
-    assert tile(layer(128), [33], [33]) == tile(layer(256), [40], [64]) == tile(layer(64), [40], [64]) == longer
-    assert tile(layer(64), [65], [65]) == tile(layer(128), [90, 60], [90, 128]) == longest_of_few
-    assert tile(layer(64), [100] * 2, [100] * 2) == tile(layer(64), [128] * 8, [128] * 8) == longest
-    assert tile(layer(64), [128] * 9, [128] * 9) is None
-    assert tile(layer(64), [64] * 12, [64] * 12) == short_tiles.SHORT_TILES[0]  # of half as long a block
-    assert tile(layer(128), [100] * 2, [100] * 2) is None
-    assert tile(layer(256), [65], [65]) is None
-    for group, wanted in ((16, few), (17, many), (65, short_tiles.SHORT_TILES[1])):
-        assert tile(AttentionSpec(group, 1, 96, dtype=torch.bfloat16), [1], [31]) == wanted
-    over_8_bits = layer(128, cache_dtype=torch.float8_e4m3fn)
-    assert tile(over_8_bits, [10], [31]) == short_tiles.SHORT_TILES[1]
+    """Of 32, 64 or 128, by fewer queries where programs are few, of which longer blocks and wider heads want fewer."""
+    for dim, count, keys, wanted in (
+        (64, 4, 32, block(16, 32)), (64, 10, 32, block(64, 32)),
+        (128, 10, 32, block(16, 32)), (128, 20, 32, block(64, 32)), (256, 2000, 32, block(64, 32)),
+        (128, 6, 64, block(16, 64)), (128, 12, 33, block(64, 64)), (64, 100, 64, block(64, 64)), (64, 200, 64, None),
+        (128, 50, 64, None), (192, 30, 64, block(64, 64)), (256, 10, 64, block(64, 64)), (256, 20, 64, None),
+        (64, 2, 65, block(16, 128)), (128, 2, 128, block(16, 128)), (128, 3, 128, None),
+        (256, 1, 128, block(16, 128, 8)), (256, 2, 128, None), (64, 20, 128, block(64, 128)), (64, 30, 128, None),
+    ):  # fmt: skip
+        assert tile(layer(dim), [keys] * count, [keys] * count) == wanted, (dim, count, keys)
+
+
+def test_one_block_over_8_bits_serves_more_rows() -> None:
+    """As the kernel for Hopper makes 16 bits of those first."""
+    for dim, count, keys, wanted in (
+        (128, 10, 32, block(16, 32)), (256, 2000, 32, block(64, 32)), (256, 8, 64, block(16, 64)),
+        (128, 100, 64, block(64, 64)), (128, 4, 128, block(16, 128)), (128, 10, 128, block(64, 128)),
+        (64, 30, 128, block(64, 128)), (256, 4, 128, block(16, 128)),
+    ):  # fmt: skip
+        of_8_bits = layer(dim, cache_dtype=torch.float8_e4m3fn)
+        assert tile(of_8_bits, [keys] * count, [keys] * count) == wanted, (dim, count, keys)
+
+
+def test_tiles_that_would_be_nearly_empty_are_of_few_queries() -> None:
+    """Up to 64 keys and heads of 128: rows of one token, or of a tile of 16 queries each."""
+    assert tile(layer(128), [8] * 500, [64] * 500) == block(16, 64)
+    assert tile(layer(128), [17] * 500, [64] * 500) is None
+    assert tile(layer(256), [8] * 500, [64] * 500) is None
+    assert tile(layer(128), [8] * 500, [65] * 500) is None
+
+
+def test_a_token_of_more_queries_than_a_tile_has() -> None:
+    for heads in (16, 17, 71):
+        assert tile(AttentionSpec(heads, 1, 96, dtype=torch.bfloat16), [1], [31]) == block(16, 32)
 
 
 def test_triton_compiles_powers_of_two() -> None:
@@ -97,9 +118,8 @@ def test_triton_compiles_powers_of_two() -> None:
 
 def test_a_windows_keys_are_no_block_of_a_tile() -> None:
     """Blocks begin at multiples of their keys: two may hold them."""
-    few, short = short_tiles._ONE_BLOCK[0].tile, short_tiles.SHORT_TILES[1]
-    assert tile(layer(128, window_left=24), [8], [4000]) == short
-    assert tile(layer(128, window_left=24), [8], [32]) == few
+    assert tile(layer(128, window_left=24), [8], [4000]) == short_tiles.SHORT_TILES[1]
+    assert tile(layer(128, window_left=24), [8], [32]) == block(16, 32)
 
 
 def test_decodes_go_along_where_all_begin_at_once() -> None:
@@ -108,16 +128,10 @@ def test_decodes_go_along_where_all_begin_at_once() -> None:
         lens = np.array([1] * count + [100], np.int32)
         assert short_tiles.short_tile(spec, tiles, lens, lens + 100, DEVICE, has_decodes=True) == wanted
         assert short_tiles.short_tile(spec, tiles, lens, lens + 100, DEVICE) is None
-    for count, wanted in ((30, short_tiles._ONE_BLOCK[0].tile), (40, None)):  # 9 tokens are two tiles of 16 queries
+    for count, wanted in ((60, block(16, 32)), (130, block(16, 32)), (132, None)):
         lens = np.array([1] * count + [9], np.int32)
         assert short_tiles.short_tile(spec, tiles, lens, lens + 20, DEVICE, has_decodes=True) == wanted
-        assert short_tiles.short_tile(spec, tiles, lens, lens + 20, DEVICE) == short_tiles._ONE_BLOCK[0].tile
-
-
-def test_rows_that_half_fill_a_tile_for_hopper_may_see_twice_as_many_keys() -> None:
-    spec = layer(256)
-    assert tile(spec, [32] * 100, [60] * 100) == short_tiles.SHORT_TILES[1]
-    assert tile(spec, [33] * 100, [60] * 100) is None
+        assert short_tiles.short_tile(spec, tiles, lens, lens + 20, DEVICE) is not None
 
 
 def test_a_token_may_have_more_queries_than_a_tile() -> None:
@@ -129,7 +143,6 @@ def test_no_tile_takes_much_longer_than_all_together() -> None:
     """A long row among many short ones is split, or decoded, by other kernels."""
     for head_dim, long in ((64, 100_000), (128, 100_000), (128, 3000)):
         assert tile(layer(head_dim), [100] * 400 + [5], [100] * 400 + [long]) is None
-    assert tile(layer(256), [30] * 400 + [5], [30] * 400 + [120]) is not None
     assert tile(layer(256), [30] * 400 + [5], [30] * 400 + [3000]) is None
 
 

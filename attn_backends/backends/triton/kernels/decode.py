@@ -16,7 +16,14 @@ from attn_backends.kernels.equal_cuts import LISTED_PAGES
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.pdl import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
 from attn_backends.kernels.split_kv import MAX_SPLITS, combine_splits, first_key, store_partial
-from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, prefetch_keys, scale_logits, write_rows
+from attn_backends.kernels.tile_kernels import (
+    attend_keys,
+    logit_scale,
+    once_loaded,
+    prefetch_keys,
+    scale_logits,
+    write_rows,
+)
 
 _PREFETCHED_KEYS = tl.constexpr(16)  # the first of a work item: a block of the smallest tile
 _FEW_ROUNDS = tl.constexpr(2)  # in which a program combines few splits
@@ -405,8 +412,8 @@ def _at_once(  # type: ignore[no-untyped-def]
         queries, q_scale = _pieces_to_fp16(queries)
     logits = tl.zeros([BLOCK_N, QUERIES], tl.float32)
     for i in tl.static_range((DIM + COLUMNS - 1) // COLUMNS):
-        some_queries = tl.trans(_once_loaded(queries[i], PDL))
-        logits = tl.dot(_once_loaded(k[i], PDL).to(of_dtype), some_queries, logits)
+        some_queries = tl.trans(once_loaded(queries[i], PDL))
+        logits = tl.dot(once_loaded(k[i], PDL).to(of_dtype), some_queries, logits)
     if IS_SCALED:
         logits *= q_scale[None]
     v = v + _load_pieces(v_rows, None, FIRST_VO, DIM_VO, COLUMNS_VO)
@@ -423,7 +430,7 @@ def _at_once(  # type: ignore[no-untyped-def]
     p = tl.exp2(logits - tl.where(m_i == float("-inf"), 0.0, m_i)[None])
     pieces = ()
     for i in tl.static_range(NUM_PIECES):
-        some_values = tl.trans(_once_loaded(v[i], PDL).to(of_dtype))
+        some_values = tl.trans(once_loaded(v[i], PDL).to(of_dtype))
         pieces = pieces + (tl.dot(some_values, p.to(of_dtype)),)  # type: ignore[assignment]  # noqa: RUF005
     return lane, tl.trans(_below_one_another(pieces, NUM_PIECES)), m_i, tl.sum(p, 0)
 
@@ -446,21 +453,6 @@ def _load_pieces(  # type: ignore[no-untyped-def]
             piece = tl.load(at, mask=columns < NUM_COLS - i * COLUMNS, other=0.0)
         pieces = pieces + (piece,)  # type: ignore[assignment]  # noqa: RUF005
     return pieces
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _once_loaded(piece, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What was loaded, as products want it only from here on: compilers make it so right behind its load else, and wait
-    for it before they ask for what is loaded next. On GPUs where kernels start early, which is where that was measured:
-    an interpreter has no such instruction."""
-    if PDL and piece.dtype.primitive_bitwidth == 8:
-        words = piece.to(tl.int8, bitcast=True)
-        words = tl.inline_asm_elementwise("// $0", "=r,0", [words], tl.int8, is_pure=False, pack=4)
-        return words.to(piece.dtype, bitcast=True)
-    elif PDL:
-        return tl.inline_asm_elementwise("// $0", "=r,0", [piece], piece.dtype, is_pure=False, pack=2)
-    else:
-        return piece
 
 
 @triton.jit

@@ -1,0 +1,157 @@
+"""Prefills of rows that see no more keys than a block: all of them are asked for at once. Interpreted, and on a GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionSpec, get_backend
+from attn_backends.testing.cases.random_batch import random_batch, with_freed_pages
+from attn_backends.testing.harness import assert_matches, make_layer
+from tests.helpers.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
+from tests.helpers.mutate import copied_module
+from tests.helpers.placed_caches import PLACES, placed
+
+pytest.importorskip("triton", reason="needs triton")
+InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
+launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
+layers = pytest.importorskip("attn_backends.backends.triton.layer")
+metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
+portable_kernel = pytest.importorskip("attn_backends.kernels.prefill.portable_kernel")
+rules = pytest.importorskip("attn_backends.backends.triton.rules")
+short_tiles = pytest.importorskip("attn_backends.backends.triton.short_tiles")
+
+TILES = tuple(dict.fromkeys(one.tile for one in short_tiles._ONE_BLOCK))
+HEADS = ((1, 1), (4, 1), (6, 2), (7, 7), (16, 2), (15, 1), (3, 3), (17, 1), (71, 1))
+DIMS = ((64, 64), (128, 128), (80, 80), (192, 128), (256, 256), (96, 64))
+SEEN: tuple[dict[str, Any], ...] = (
+    {}, {}, {}, {"window_left": 5}, {"window_left": 30}, {"chunk_size": 24}, {"sinks": True}, {"causal": False},
+    {"causal": False, "window_left": 7}, {"causal": False, "chunk_size": 24},
+)  # fmt: skip
+SEEDS = 40
+FAULTS = {
+    "keys behind the last are read": ("there = tl.minimum(keys, stop - 1)", "there = keys"),
+    "the last key counts once more": ("positions + window_right, stop - 1)", "positions + window_right, stop)"),
+    "the last key is not seen": ("positions + window_right, stop - 1)", "positions + window_right, stop - 2)"),
+    "keys before a window are seen": ("keys[None] >= low[:, None]", "keys[None] >= 0 * low[:, None]"),
+    "keys before a window are read": ("first_key(oldest, window_left, chunk) if LOCAL else 0", "0"),
+    "a chunk is not one's own": ("tl.maximum(positions, 0) // chunk * chunk + (chunk - 1))", "high)"),
+    "later queries are seen": ("high = tl.minimum(positions + window_right, stop - 1)\n        if LOCAL",
+                               "high = stop - 1 + positions * 0\n        if LOCAL"),
+    "all keys are of the first page": ("table_row + at // PAGE_SIZE)", "table_row + at * 0)"),
+    "all rows have the first one's pages": ("row.to(tl.int64) * table_row + at", "first_row * table_row + at"),
+    "keys of the first row": ("tl.load(key_start_loc + row).to(tl.int64) + there", "there.to(tl.int64)"),
+    "values lie as keys do": ("        if not ALIKE:\n", "        if False:\n"),
+    "queries of the first KV head": ("(head * GROUP + lane % GROUP)[:, None] * query_head + dims",
+                                     "(lane % GROUP)[:, None] * query_head + dims"),
+    "queries of the first tile": ("lane = first + tl.arange(0, BLOCK_M)\n    acc",
+                                  "lane = tl.arange(0, BLOCK_M)\n    acc"),
+    "columns behind a head": ("k_rows + dims, mask=dims < DIM,", "k_rows + dims, mask=dims >= 0,"),
+    "weights are not scaled": ("logits *= logit_scale(scale, SCALE_FIRST)\n        m_i", "m_i"),
+    "queries of a row that keep their scale": ("logits *= q_scale[:, None]", "logits *= 1.0"),
+    "values are not scaled": ("m_i, l_i, lane, head, first_token, query_len, value_scale, out_token, out_head,\n"
+                              "               lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip\n",
+                              "m_i, l_i, lane, head, first_token, query_len, 1.0, out_token, out_head,\n"
+                              "               lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip\n"),
+}  # fmt: skip
+
+
+@in_own_process
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each launch of the portable kernel attends at once, where the kernel for Hopper would serve else."""
+    seen: list[bool] = []
+    if INTERPRETED:
+        for where in (rules, layers):
+            monkeypatch.setattr(where, "suits_hopper_kernel", lambda *_: True)
+    prefill = launch._prefill
+
+    def noting(*given: Any) -> None:
+        seen.append(given[-3].ONE_BLOCK == 1)
+        prefill(*given)
+
+    monkeypatch.setattr(launch, "_prefill", noting)
+    return seen
+
+
+def check(
+    spec: AttentionSpec, seq_lens: list[int], query_lens: list[int], tile: Any, place: str = PLACES[0], **more: Any
+) -> None:  # fmt: skip
+    """Pages that no query sees are freed, and each row is prefilled by one tile."""
+    device = "cpu" if INTERPRETED else "cuda"
+    batch = random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, poison=float("nan"), device=device, **more)
+    batch = with_freed_pages(batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "short_tile", lambda *_, **__: tile)
+        patch.setattr(metadata, "decode_tokens", lambda *_: 0)
+        layer, expected = make_layer(get_backend("TRITON"), batch), batch.expected()
+        for want_lse in (True, False):
+            found = layer.forward(
+                batch, layer.begin(batch), want_lse=want_lse, kv_cache=placed(batch.fresh_pool(), place)
+            )  # fmt: skip
+            assert_matches(found, batch, str(spec), expected)
+
+
+def random_case(
+    seed: int, dtypes: tuple[torch.dtype, ...] = (torch.float16,)
+) -> tuple[AttentionSpec, list[int], list[int], Any, dict[str, Any]]:
+    """A layer, rows of as many keys as a block holds or fewer, and the tile."""
+    dice = Random(f"one block {seed}")
+    (heads, kv_heads), (dim, dim_vo) = dice.choice(HEADS), dice.choice(DIMS)
+    cache_dtype = dice.choice((None, None, torch.float8_e4m3fn, torch.float8_e5m2))
+    spec = AttentionSpec(heads, kv_heads, dim, head_dim_vo=dim_vo, dtype=dice.choice(dtypes), cache_dtype=cache_dtype,
+                         **dice.choice(SEEN))  # fmt: skip
+    tile = dice.choice(TILES)
+    seq_lens = [dice.choice((1, tile.keys, dice.randint(1, tile.keys))) for _ in range(dice.choice((1, 2, 3, 5)))]
+    are_prompts = dice.random() < 0.4
+    query_lens = [keys if are_prompts else dice.randint(1, keys) for keys in seq_lens]
+    more = {"page_size": dice.choice((16, 32, 48)), "layout": dice.choice(("NHD", "HND")), "seed": seed,
+            "place": dice.choice(PLACES)}  # fmt: skip
+    if cache_dtype is not None:
+        more |= {"k_scale": 0.5, "v_scale": 2.0}
+    return spec, seq_lens, query_lens, tile, more
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_rows(seed: int, launched: list[bool]) -> None:
+    spec, seq_lens, query_lens, tile, more = random_case(seed)
+    check(spec, seq_lens, query_lens, tile, **more)
+    assert launched
+    assert all(launched)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(SEEDS, 3 * SEEDS))
+def test_random_rows_on_a_gpu(seed: int, launched: list[bool]) -> None:
+    spec, seq_lens, query_lens, tile, more = random_case(seed, (torch.float16, torch.bfloat16))
+    times = Random(seed).choice((1, 1, 100))
+    check(spec, seq_lens * times, query_lens * times, tile, **more)
+
+
+@only_interpreted
+@pytest.mark.parametrize("fault", ["none", *FAULTS])
+def test_faults_are_found(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: list[bool]
+) -> None:  # fmt: skip
+    edits = [FAULTS[fault]] if fault in FAULTS else []
+    monkeypatch.setattr(launch, "prefill_kernel", copied_module(portable_kernel, tmp_path, *edits).prefill_kernel)
+    with (
+        nullcontext()
+        if fault == "none"
+        else pytest.raises((AssertionError, IndexError, RuntimeError, InterpreterError))
+    ):
+        for seed in range(SEEDS // 3):
+            spec, seq_lens, query_lens, tile, more = random_case(seed)
+            check(spec, seq_lens, query_lens, tile, **more)
+        over_8_bits = AttentionSpec(4, 2, 64, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+        check(over_8_bits, [20, 31], [9, 31], TILES[0])
