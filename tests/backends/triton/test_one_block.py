@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, get_backend
+from attn_backends.spec import AttentionType
 from attn_backends.testing.cases.random_batch import random_batch, with_freed_pages
 from attn_backends.testing.harness import assert_matches, make_layer
 from tests.helpers.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
@@ -89,7 +90,7 @@ def check(
     """Pages that no query sees are freed, and each row is prefilled by one tile."""
     device = "cpu" if INTERPRETED else "cuda"
     batch = random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, poison=float("nan"), device=device, **more)
-    batch = with_freed_pages(batch)
+    batch = with_freed_pages(batch) if min(seq_lens) else batch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metadata, "short_tile", lambda *_, **__: tile)
         patch.setattr(metadata, "decode_tokens", lambda *_: 0)
@@ -155,3 +156,12 @@ def test_faults_are_found(
             check(spec, seq_lens, query_lens, tile, **more)
         over_8_bits = AttentionSpec(4, 2, 64, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
         check(over_8_bits, [20, 31], [9, 31], TILES[0])
+
+
+@only_interpreted
+def test_rows_that_see_no_key_give_zeros(launched: list[bool]) -> None:
+    """Of cross attention, whose encoder had nothing: no page is read, as there may be none."""
+    spec = AttentionSpec(4, 2, 64, dtype=torch.float16, causal=False, attention_type=AttentionType.CROSS)
+    check(spec, [0, 5, 32], [3, 4, 20], TILES[0])
+    assert launched
+    assert all(launched)
