@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_backends.backends.mla.backend import MLABackend
 from attn_backends.cache.kv_cache import (
     KVCache,
     KVCachePool,
+    _has_kernel,
     allocate_kv_cache,
     copy_pages,
     dequantise,
@@ -31,7 +33,7 @@ from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout, M
 from attn_backends.testing.cases.batches import stored as reference_stored
 from tests.helpers.page_pairs import pairs_at_random
 
-F64 = torch.float64
+F32, F64 = torch.float32, torch.float64
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES)
 LAYOUTS: tuple[Layout, ...] = ("NHD", "HND")
 PAGES, PAGE_SIZE, HEADS, DIM, DIM_VO = 5, 4, 2, 8, 6
@@ -124,6 +126,14 @@ def test_quotients_have_the_wider_dtype(
     of_layer, of_cache = dtypes
     real = torch.linspace(-3, 3, 1001, dtype=F64).to(of_layer)
     assert write(real, of_cache, 2.4538964212590586).equal((real.double() / 2.4538964212590586).to(of_cache))
+
+
+def test_kernels_that_divide_in_float32_take_no_float64() -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    with FakeTensorMode():
+        for cached, new, has_kernel in ((F64, F64, False), (torch.bfloat16, F64, False), (torch.bfloat16, F32, True)):
+            tensors = (torch.empty(1, dtype=dtype, device="cuda") for dtype in (cached, new))
+            assert _has_kernel(*tensors) is has_kernel
 
 
 def test_products_have_the_wider_dtype() -> None:

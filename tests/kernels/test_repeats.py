@@ -299,6 +299,19 @@ def test_a_copy_of_a_step_has_started_nothing(alike: list[Layer]) -> None:
 
 
 @torch.inference_mode()
+def test_a_layer_that_lies_in_a_steps_memory_stands_for_no_others(
+    alike: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where an engine takes both from one buffer: what a launch takes of it may be either's."""
+    layer, storage_of = alike[0], repeating._storage
+    shared = {layer.output.data_ptr(), next(iter(layer.step._tensors())).data_ptr()}
+    monkeypatch.setattr(repeating, "_storage", lambda each: 1 if each.data_ptr() in shared else storage_of(each))
+    layer.step._repeats._kept.clear()
+    layer.run()
+    assert [*layer.step._repeats._kept.values()] == [None]
+
+
+@torch.inference_mode()
 def test_forms_of_a_step_have_an_end(alike: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeating, "_MOST_FORMS", 3)
     layer, whole = alike[0], alike[0].key
