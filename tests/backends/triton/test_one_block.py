@@ -34,7 +34,7 @@ SEEN: tuple[dict[str, Any], ...] = (
     {}, {}, {}, {"window_left": 5}, {"window_left": 30}, {"chunk_size": 24}, {"sinks": True}, {"causal": False},
     {"causal": False, "window_left": 7}, {"causal": False, "chunk_size": 24},
 )  # fmt: skip
-SEEDS = 40
+SEEDS = 32
 FAULTS = {
     "keys behind the last are read": ("there = tl.minimum(keys, stop - 1)", "there = keys"),
     "the last key counts once more": ("positions + window_right, stop - 1)", "positions + window_right, stop)"),
@@ -60,6 +60,15 @@ FAULTS = {
                               "m_i, l_i, lane, head, first_token, query_len, 1.0, out_token, out_head,\n"
                               "               lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip\n"),
 }  # fmt: skip
+
+OF_16_BITS: dict[str, Any] = {"dtype": torch.float16}
+FEW = (  # layers, rows and tiles in which each fault is seen
+    (AttentionSpec(4, 2, 64, **OF_16_BITS), [20, 32, 9], [9, 25, 1], TILES[0]),
+    (AttentionSpec(3, 1, 80, 64, **OF_16_BITS), [40, 64], [3, 30], TILES[2]),
+    (AttentionSpec(2, 2, 64, window_left=5, **OF_16_BITS), [60, 64], [3, 20], TILES[2]),
+    (AttentionSpec(2, 1, 64, causal=False, chunk_size=24, **OF_16_BITS), [60, 30], [30, 30], TILES[2]),
+    (AttentionSpec(4, 2, 64, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn), [20, 31], [9, 31], TILES[0]),
+)
 
 
 @in_own_process
@@ -113,8 +122,11 @@ def random_case(
                          **dice.choice(SEEN))  # fmt: skip
     tile = dice.choice(TILES)
     seq_lens = [dice.choice((1, tile.keys, dice.randint(1, tile.keys))) for _ in range(dice.choice((1, 2, 3, 5)))]
-    are_prompts = dice.random() < 0.4
-    query_lens = [keys if are_prompts else dice.randint(1, keys) for keys in seq_lens]
+    most_tokens = 256 // heads  # which an interpreter is slow at
+    if dice.random() < 0.4:
+        query_lens = seq_lens = [min(keys, most_tokens) for keys in seq_lens]
+    else:
+        query_lens = [min(dice.randint(1, keys), most_tokens) for keys in seq_lens]
     more = {"page_size": dice.choice((16, 32, 48)), "layout": dice.choice(("NHD", "HND")), "seed": seed,
             "place": dice.choice(PLACES)}  # fmt: skip
     if cache_dtype is not None:
@@ -151,11 +163,9 @@ def test_faults_are_found(
         if fault == "none"
         else pytest.raises((AssertionError, IndexError, RuntimeError, InterpreterError))
     ):
-        for seed in range(SEEDS // 3):
-            spec, seq_lens, query_lens, tile, more = random_case(seed)
-            check(spec, seq_lens, query_lens, tile, **more)
-        over_8_bits = AttentionSpec(4, 2, 64, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
-        check(over_8_bits, [20, 31], [9, 31], TILES[0])
+        for spec, seq_lens, query_lens, tile in FEW:
+            check(spec, seq_lens, query_lens, tile, v_scale=2.0)
+            check(spec, query_lens, query_lens, tile)
 
 
 @only_interpreted
