@@ -32,6 +32,8 @@ MODULES = {"triton": "kernels.prefill.hopper_kernel", "mla": "backends.mla.trito
 
 
 MORE = (  # of what others try, which `make test-kernels` runs
+    "faults",
+    "many_splits and (4-1020 or 2-40-2 or 16-3-1 or 70-40-2)",
     "sees_by_the_other_tile and of_128",  # its loops and its masks are those of the other dims
     "around_a_block and (" + " or ".join(f"[{seed}]" for seed in range(8, 16)) + ")",
     "rows_of_8_bits and e5m2 and not 40-2-16",  # it differs by how numbers are made 16 bits

@@ -20,6 +20,7 @@ split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 
 BF16 = torch.bfloat16
+LATER = "alike and (2] or 3])"  # `make test-kernels` runs it
 
 
 class Listed(NamedTuple):
@@ -114,7 +115,13 @@ def list_of(case: Listed, num_tiles: int) -> tuple[Any, list[list[int]]]:
 
 @in_own_process
 def test_interpreted() -> None:
-    run_interpreted(__file__, "kernel_")
+    run_interpreted(__file__, f"kernel_ and not ({LATER})")
+
+
+@pytest.mark.long
+@in_own_process
+def test_more_interpreted() -> None:
+    run_interpreted(__file__, f"kernel_ and {LATER}")
 
 
 @only_interpreted

@@ -35,6 +35,7 @@ SEEN: tuple[dict[str, Any], ...] = (
     {"causal": False, "window_left": 7}, {"causal": False, "chunk_size": 24},
 )  # fmt: skip
 SEEDS = 32
+LATER = "faults"  # `make test-kernels` runs it
 FAULTS = {
     "keys behind the last are read": ("there = tl.minimum(keys, stop - 1)", "there = keys"),
     "the last key counts once more": ("positions + window_right, stop - 1)", "positions + window_right, stop)"),
@@ -73,7 +74,13 @@ FEW = (  # layers, rows and tiles in which each fault is seen
 
 @in_own_process
 def test_interpreted() -> None:
-    run_interpreted(__file__)
+    run_interpreted(__file__, f"not ({LATER})")
+
+
+@pytest.mark.long
+@in_own_process
+def test_more_interpreted() -> None:
+    run_interpreted(__file__, LATER)
 
 
 @pytest.fixture
