@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from attn_backends import get_backend
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.harness import assert_matches, make_layer
 
 PLACES = ("together", "apart", "interleaved", "interleaved apart")
 _ELEMENTS = 1 << 32  # of a large cache
@@ -32,6 +34,19 @@ def placed(cache: KVCache, place: str) -> KVCache:
     both = torch.stack([_within_nan(tensor, width, whole=True) for tensor in cache], dim=-2)
     rows = _like(both.flatten(-2), cache.key)
     return KVCache(*(rows[..., i * width : i * width + t.shape[-1]] for i, t in enumerate(cache)))
+
+
+def check_placed(batch: Batch, place: str, options: object = None) -> None:
+    """What TRITON gives over the batch's cache in that place is right, with LSEs and without.
+
+    Args:
+        options: of the backend; None: its own.
+    """
+    layer, expected = make_layer(get_backend("TRITON"), batch, options=options), batch.expected()
+    for want_lse in (True, False):
+        kv_cache = placed(batch.fresh_pool(), place)
+        found = layer.forward(batch, layer.begin(batch), want_lse=want_lse, kv_cache=kv_cache)
+        assert_matches(found, batch, str(batch.spec), expected)
 
 
 def far_apart(tensor: torch.Tensor) -> torch.Tensor:

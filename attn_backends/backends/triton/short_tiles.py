@@ -25,7 +25,8 @@ _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the
 # Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles;
 # twice as many in the mean where no row has more queries than one of these, which is half of one for Hopper. Beside
 # the kernel for Hopper with tiles of half the size more tiles never are faster. As measured at tuning seeds 24 to 26,
-# 35 to 38, and 100 to 102, and beside half the size at 150 to 161, without decodes.
+# 35 to 38, and 100 to 102, and beside half the size at 150 to 161, without decodes; of the widest heads at 435 to 469,
+# where rows of no more than a block have tiles of their own.
 _FEW_KEYS = {64: (512, 400), 128: (256, 72), 256: (128, 128)}
 _FEW_BESIDE_HALF = {64: (80, 0), 128: (64, 0), 256: (32, 0)}
 _FEW_OF_8_BITS = {64: (512, 400), 128: (640, 72), 256: (256, 128)}  # which that one reads more slowly: at 197 and 198

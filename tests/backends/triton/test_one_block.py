@@ -13,10 +13,9 @@ import torch
 from attn_backends import AttentionSpec, get_backend
 from attn_backends.spec import AttentionType
 from attn_backends.testing.cases.random_batch import random_batch, with_freed_pages
-from attn_backends.testing.harness import assert_matches, make_layer
 from tests.helpers.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
 from tests.helpers.mutate import copied_module
-from tests.helpers.placed_caches import PLACES, placed
+from tests.helpers.placed_caches import PLACES, check_placed
 
 pytest.importorskip("triton", reason="needs triton")
 InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
@@ -110,12 +109,7 @@ def check(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metadata, "short_tile", lambda *_, **__: tile)
         patch.setattr(metadata, "decode_tokens", lambda *_: 0)
-        layer, expected = make_layer(get_backend("TRITON"), batch), batch.expected()
-        for want_lse in (True, False):
-            found = layer.forward(
-                batch, layer.begin(batch), want_lse=want_lse, kv_cache=placed(batch.fresh_pool(), place)
-            )  # fmt: skip
-            assert_matches(found, batch, str(spec), expected)
+        check_placed(batch, place)
 
 
 def random_case(

@@ -13,10 +13,9 @@ import torch
 
 from attn_backends import AttentionSpec, get_backend
 from attn_backends.testing.cases.random_batch import random_batch, with_freed_pages
-from attn_backends.testing.harness import assert_matches, make_layer
 from tests.helpers.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
 from tests.helpers.mutate import copied_module
-from tests.helpers.placed_caches import PLACES, placed
+from tests.helpers.placed_caches import PLACES, check_placed
 
 pytest.importorskip("triton", reason="needs triton")
 decode = pytest.importorskip("attn_backends.backends.triton.kernels.decode")
@@ -132,12 +131,7 @@ def check(
         row.query.mul_((1e-3, 8.0, 1e-25)[i % 3])
         row.query[..., :-8] *= 1e-6
     options = None if tile is None else tuning.TritonOptions(decode_tile=tile)
-    layer, expected = make_layer(get_backend("TRITON"), batch, options=options), batch.expected()
-    for want_lse in (True, False):
-        found = layer.forward(
-            batch, layer.begin(batch), want_lse=want_lse, kv_cache=placed(batch.fresh_pool(), place)
-        )  # fmt: skip
-        assert_matches(found, batch, str(spec), expected)
+    check_placed(batch, place, options)
 
 
 def random_case(

@@ -117,7 +117,7 @@ def test_triton_compiles_powers_of_two() -> None:
 
 
 def test_a_windows_keys_are_no_block_of_a_tile() -> None:
-    """Blocks begin at multiples of their keys: two may hold them."""
+    """It is the whole row's that count, though a window hides most of them."""
     assert tile(layer(128, window_left=24), [8], [4000]) == short_tiles.SHORT_TILES[1]
     assert tile(layer(128, window_left=24), [8], [32]) == block(16, 32)
 
@@ -132,6 +132,12 @@ def test_decodes_go_along_where_all_begin_at_once() -> None:
         lens = np.array([1] * count + [9], np.int32)
         assert short_tiles.short_tile(spec, tiles, lens, lens + 20, DEVICE, has_decodes=True) == wanted
         assert short_tiles.short_tile(spec, tiles, lens, lens + 20, DEVICE) is not None
+
+
+def test_rows_that_half_fill_a_tile_for_hopper_may_see_twice_as_many_keys() -> None:
+    spec = layer(256, cache_dtype=torch.float8_e4m3fn)
+    assert tile(spec, [32] * 100, [200] * 100) == short_tiles.SHORT_TILES[1]
+    assert tile(spec, [33] * 100, [200] * 100) is None
 
 
 def test_a_token_may_have_more_queries_than_a_tile() -> None:
