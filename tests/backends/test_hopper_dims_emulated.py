@@ -5,7 +5,6 @@ Seeds of SHOWN were there when the kernel was written; those of UNSEEN judge it.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -20,6 +19,7 @@ from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Result, assert_matches, make_layer
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.mutate import copied_module
 from tests.helpers.placed_caches import PLACES, placed
 
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
@@ -136,16 +136,7 @@ def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monke
     from tests.helpers.gluon_emulator import Emulated
 
     dim, old, new = FAULTS[fault]
-    assert hopper_kernel.__file__ is not None
-    source = Path(hopper_kernel.__file__).read_text()
-    assert source.count(old) == 1
-    changed = tmp_path / "changed_kernel.py"
-    changed.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("changed_kernel", changed)
-    assert spec is not None
-    assert spec.loader is not None
-    wrong = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(wrong)
+    wrong = copied_module(hopper_kernel, tmp_path, (old, new))
     monkeypatch.setattr(hopper_kernel, "prefill_hopper_kernel", Emulated(wrong.prefill_hopper_kernel, launches.append))
     layer = AttentionSpec(6, 3, dim, dtype=torch.float16)
     with pytest.raises((AssertionError, RuntimeError, IndexError, AttributeError)):  # the last of products under way

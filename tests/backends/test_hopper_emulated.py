@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -24,6 +24,7 @@ from attn_backends.testing.harness import assert_matches, make_layer
 from tests.backends.mla.test_triton_mla import SHARED
 from tests.backends.triton.test_triton import SMALL
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.mutate import copied_module
 
 split_kv = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
 
@@ -677,16 +678,7 @@ def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monke
     of, old, new, told = FAULTS[fault]
     package = of.split()[0]
     module = of_package(package)
-    assert module.__file__ is not None
-    source = Path(module.__file__).read_text()
-    assert source.count(old) == 1
-    changed = tmp_path / "changed_kernel.py"
-    changed.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("changed_kernel", changed)
-    assert spec is not None
-    assert spec.loader is not None
-    wrong = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(wrong)
+    wrong = copied_module(module, tmp_path, (old, new))
     monkeypatch.setattr(module, KERNELS[package], Emulated(getattr(wrong, KERNELS[package]), launches.append))
     monkeypatch.setattr("attn_backends.backends.triton.metadata.prefill_plan", as_they_come)
     monkeypatch.setattr("attn_backends.backends.triton.metadata.is_faster_upcast", lambda *_: False)

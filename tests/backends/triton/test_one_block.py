@@ -44,6 +44,9 @@ FAULTS = {
     "a chunk is not one's own": ("tl.maximum(positions, 0) // chunk * chunk + (chunk - 1))", "high)"),
     "later queries are seen": ("high = tl.minimum(positions + window_right, stop - 1)\n        if LOCAL",
                                "high = stop - 1 + positions * 0\n        if LOCAL"),
+    "the last keys of a tile that ends within a token": (
+        "(first + (BLOCK_M - 1)) // GROUP  # positions\n    start =",
+        "first // GROUP + BLOCK_M // GROUP - 1\n    start ="),
     "all keys are of the first page": ("table_row + at // PAGE_SIZE)", "table_row + at * 0)"),
     "all rows have the first one's pages": ("row.to(tl.int64) * table_row + at", "first_row * table_row + at"),
     "keys of the first row": ("tl.load(key_start_loc + row).to(tl.int64) + there", "there.to(tl.int64)"),

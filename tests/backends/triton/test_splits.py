@@ -214,8 +214,8 @@ FAULTS = {
     "queries that are not stored": (KERNEL, "m_i, l_i, used, BLOCK_M", "m_i, l_i, used - 1, BLOCK_M"),
     "the last keys of a tile that ends within a token": (
         KERNEL,
-        "context + (first + (BLOCK_M - 1)) // GROUP",
-        "context + first // GROUP + BLOCK_M // GROUP - 1",
+        "(first + (BLOCK_M - 1)) // GROUP  # positions\n        start = ",
+        "first // GROUP + BLOCK_M // GROUP - 1\n        start = ",
     ),
     "a split that is not joined": (SPLITS, "num_splits, used - query", "num_splits - 1, used - query"),
     "a join of what has not come": (SPLITS, "num_splits, used - query", "num_splits + 1, used - query"),
