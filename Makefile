@@ -18,7 +18,7 @@ override PROMPT := $(value PROMPT)
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help generate test test-kernels long test-engines engine-signatures verify lint wheel pages docs docs-serve changelog clean
+.PHONY: help generate test test-rest long test-engines engine-signatures verify lint wheel pages docs docs-serve changelog clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -29,8 +29,8 @@ generate: $(READY) ## answer a few prompts, or yours: PROMPT="..."; more options
 test: $(READY) ## run the tests; a part of them: ARGS="tests/engine/test_config.py -x"
 	$(PYTEST) $(ARGS)
 
-test-kernels: $(READY) ## run the tests of interpreted and emulated kernels that `make test` leaves out
-	$(PYTEST) --long -m "first and long" -k "interpreted or Emulated" $(ARGS)
+test-rest: $(READY) ## run the tests that `make test` leaves out, most of them of interpreted and emulated kernels
+	$(PYTEST) --long -m "first and long" $(ARGS)
 
 long: $(READY) ## run all tests, with those that `make test` leaves out as they are more of the same
 	$(PYTEST) --long $(ARGS)

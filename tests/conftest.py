@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
 from _pytest.logging import catching_logs
 
 NOWHERE = Path(__file__).parent / "no such folder"
+_sampled: set[str] = set()  # functions
 gc.disable()  # until tests are collected: what that makes stays
 
 
@@ -56,6 +59,19 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of cases that are sampled, or interpreted, three in four are long; of a function the first never is."""
+    of_many = item.get_closest_marker("sampled") or os.environ.get("TRITON_INTERPRET") == "1"
+    if not of_many or item.get_closest_marker("gpu"):
+        return
+    function = item.nodeid.partition("[")[0]
+    is_first = function not in _sampled and item.parent is item.getparent(pytest.Module)
+    _sampled.add(function)
+    if not is_first and crc32(item.name.encode()) % 4:
+        item.add_marker("first")
+        item.add_marker("long")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,17 +11,14 @@ from attn_backends.registry import get_backend
 from attn_backends.spec import AttentionSpec, MLASpec
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import make_layer
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import interpreted, only_interpreted
 
 LAYERS = {
     "TRITON": AttentionSpec(4, 2, 32),
     "TRITON_MLA": MLASpec(4, kv_lora_rank=32, qk_rope_head_dim=16, head_dim=48, head_dim_vo=32),
 }
 
-
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__)
+test_interpreted, test_more_interpreted = interpreted(__file__)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -23,7 +23,7 @@ from attn_backends.testing.conformance import BackendConformance, MLAConformance
 from attn_backends.testing.harness import assert_matches, make_layer
 from tests.backends.mla.test_triton_mla import SHARED
 from tests.backends.triton.test_triton import SMALL
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import in_own_process, interpreted, only_interpreted, run_interpreted
 from tests.helpers.mutate import copied_module
 
 split_kv = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
@@ -31,28 +31,7 @@ split_kv = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs t
 KERNELS = {"triton": "prefill_hopper_kernel", "mla": "mla_hopper_kernel"}  # by their packages
 MODULES = {"triton": "kernels.prefill.hopper_kernel", "mla": "backends.mla.triton_mla.decode_hopper_kernel"}
 
-
-MORE = (  # of what others try, which `make test-kernels` runs
-    "faults",
-    "many_splits and (4-1020 or 2-40-2 or 16-3-1 or 70-40-2)",
-    "sees_by_the_other_tile and of_128",  # its loops and its masks are those of the other dims
-    "around_a_block and (" + " or ".join(f"[{seed}]" for seed in range(8, 16)) + ")",
-    "rows_of_8_bits and e5m2 and not 40-2-16",  # it differs by how numbers are made 16 bits
-    "pages_of_8_bits and (48] or 64])",  # as pages of 16 bits lie
-)
-LEFT_OUT = " or ".join(f"({cases})" for cases in MORE)
-
-
-@in_own_process
-def test_interpreted() -> None:
-    """Of the kits small batches alone."""
-    run_interpreted(__file__, f"(not TestOf or matches and small) and not ({LEFT_OUT})")
-
-
-@pytest.mark.long
-@in_own_process
-def test_more_interpreted() -> None:
-    run_interpreted(__file__, f"not TestOf and ({LEFT_OUT})")
+test_interpreted, test_more_interpreted = interpreted(__file__, "not TestOf or matches and small")
 
 
 @pytest.mark.long
@@ -671,6 +650,7 @@ FAULTS = {
 
 
 @only_interpreted
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.helpers.gluon_emulator import Emulated

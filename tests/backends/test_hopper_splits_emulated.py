@@ -25,7 +25,7 @@ most_tile_splits = pytest.importorskip("attn_backends.kernels.prefill.splits").m
 
 SHOWN, UNSEEN = range(8), range(1000, 1010)
 WHOLE, UNSEEN_WHOLE = range(30, 33), range(1030, 1034)
-LATER = (1, 2, 6, *UNSEEN[4:])  # `make test-kernels` runs them
+LATER = (1, 2, 6, *UNSEEN[4:])  # `make test-rest` runs them
 LEFT_OUT = f"random_layers and ({' or '.join(f'[{seed}]' for seed in LATER)})"
 GUARD = 77.0
 

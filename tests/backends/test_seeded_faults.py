@@ -1,6 +1,6 @@
 """Seeded faults of kernels replace what stands in the kernels' sources, once.
 
-Faults take long to be found, so `make test` leaves most of them to `make test-kernels`; a kernel that changes where a
+Faults take long to be found, so `make test` leaves most of them to `make test-rest`; a kernel that changes where a
 fault is to be seeded is seen here.
 """
 

@@ -289,6 +289,7 @@ def test_the_slow_have_their_rounds_behind_the_others(script: Script, monkeypatc
 
 
 @pytest.mark.parametrize("under", [[], ["--under", "nice"]])
+@pytest.mark.sampled
 def test_tests_are_counted_by_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, under: list[str]) -> None:
     monkeypatch.setattr(load("benchmarks.lib.harness"), "RESULTS", tmp_path)
     conformance = load("benchmarks.correctness.conformance")

@@ -85,6 +85,7 @@ def test_a_process_that_ended_idle_is_begun_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hangs", ["hangs", "hangs when measured"])
+@pytest.mark.sampled
 def test_a_case_that_takes_too_long_is_given_up(hangs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "MOST_SECONDS", 5.0)
     rows = found([Case("a", tmp_path, hangs), Case("b", tmp_path)], 1)

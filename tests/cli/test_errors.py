@@ -8,8 +8,6 @@ import random
 import shutil
 import signal
 import string
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -103,11 +101,13 @@ def test_an_interrupt_while_loading(model: Path, load: str) -> None:
 @pytest.mark.parametrize("words", [("list",), ("--help",), ("generate",)], ids=str)
 def test_output_that_finds_no_room(words: tuple[str, ...], model: Path) -> None:
     words = answer(model, "--prompt", "a") if words == ("generate",) else words
-    with open("/dev/full", "wb") as full:
-        command, environ = [sys.executable, "-m", "attn_backends.cli.app", *words], os.environ | UTF8 | QUICK
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ)
-    assert done.returncode == 1
-    assert done.stderr.strip() == "error: what this prints cannot be written: No space left on device"
+    command = ("-m", "attn_backends.cli.app", *words)
+    with open(os.devnull, "rb") as stdin, open("/dev/full", "wb") as full, TemporaryFile() as stderr:
+        done = Forked(command, [stdin.fileno(), full.fileno(), stderr.fileno()], os.environ | UTF8 | QUICK)
+        assert done.wait() == 1
+        stderr.seek(0)
+        err = stderr.read().decode()
+    assert err.strip() == "error: what this prints cannot be written: No space left on device"
 
 
 def test_a_cache_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> None:

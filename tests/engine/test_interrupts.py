@@ -119,6 +119,7 @@ def interrupt_at(llm: LLM, number: int, event: str) -> bool:
         pytest.param("call", 1, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.sampled
 def test_an_interrupt_anywhere_gives_everything_back(
     tiny_llama: Path, event: str, stride: int, ahead: bool, expected: Tokens
 ) -> None:

@@ -56,6 +56,7 @@ def test_any_pool_and_budget_give_the_same_tokens(tiny_llama: Path, settings: di
     {"cache": {"num_pages": 64}},
     {"cache": {"num_pages": 17, "page_size": 4}, "scheduler": {"max_num_tokens": 7}},
 ])  # fmt: skip
+@pytest.mark.sampled
 def test_several_steps_a_launch_stop_at_the_same_tokens(
     tiny_llama: Path, settings: dict[str, dict[str, object]], num_steps: int
 ) -> None:
@@ -84,6 +85,7 @@ def test_several_steps_a_launch_stop_at_the_same_tokens(
     {"cache": {"num_pages": 64}, "graphs": {"mode": "full", "sizes": [1, 2, 4]}},
     {"cache": {"num_pages": 64}, "graphs": {"mode": "piecewise", "sizes": [2, 6]}},
 ])  # fmt: skip
+@pytest.mark.sampled
 def test_batches_that_follow_give_what_scheduled_ones_give(
     tiny_llama: Path, settings: dict[str, Any], num_steps: int, ahead: bool
 ) -> None:

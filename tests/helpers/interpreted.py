@@ -27,8 +27,25 @@ def in_own_process(test: Callable[[], None]) -> Callable[[], None]:
     return pytest.mark.first(is_that_process(too_old(test)))
 
 
-def run_interpreted(file: str, keyword: str = "") -> None:
-    """All tests of a file that do not want a GPU, and of these those that a `-k` keyword selects.
+def interpreted(file: str, keyword: str = "") -> tuple[Callable[[], None], Callable[[], None]]:
+    """Two tests that run a file's, as `run_interpreted` does: `make test` runs the first, `make test-rest` the other,
+    which has what is marked `long` or is not among those that are `sampled`."""
+
+    @in_own_process
+    def test_interpreted() -> None:
+        run_interpreted(file, keyword, "-m", "not gpu and not long")
+
+    @pytest.mark.long
+    @in_own_process
+    def test_more_interpreted() -> None:
+        run_interpreted(file, keyword, "-m", "not gpu and long", "--long")
+
+    return test_interpreted, test_more_interpreted
+
+
+def run_interpreted(file: str, keyword: str = "", *options: str) -> None:
+    """All tests of a file that do not want a GPU, or those that pytest's options select, and of these those that a `-k`
+    keyword selects.
 
     In a process that is forked from one that has imported what all of them want, which takes seconds.
     """
@@ -38,7 +55,8 @@ def run_interpreted(file: str, keyword: str = "") -> None:
         context.set_forkserver_preload(["tests.helpers.interpreted", "attn_backends.testing.conformance"])
         forkserver.ensure_running()  # with this environment
         chosen = ["-k", keyword] if keyword else []
-        arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu", *chosen, file]
+        selected = options or ("-m", "not gpu", "--long")
+        arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *selected, *chosen, file]
         process = context.Process(target=_run_pytest, args=(arguments, told.name))
         process.start()
         process.join()

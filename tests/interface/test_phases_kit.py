@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "plugin"))
 import attn_backends_naive  # noqa: F401 (it registers)
 
 
+@pytest.mark.sampled
 class TestPlainLoopsPrefill(BackendConformance):
     """NAIVE declares little, and has no graphs: those are TORCH's."""
 

@@ -81,6 +81,7 @@ def test_without_its_barrier_merging_is_found() -> None:
 
 
 @pytest.mark.parametrize(("module", "nth"), BARRIERS)
+@pytest.mark.sampled
 def test_no_barrier_can_be_left_out(module: str, nth: int) -> None:
     place = list(BARRIER.finditer(TEXTS[module]))[nth]
     text = TEXTS[module][: place.start()] + TEXTS[module][place.end() :]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attn_backends.spec import AttentionSpec
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import interpreted, only_interpreted
 from tests.helpers.tile_lists import draw, rest_of
 
 splits = pytest.importorskip("attn_backends.kernels.prefill.splits", reason="needs triton")
@@ -20,7 +20,6 @@ split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 
 BF16 = torch.bfloat16
-LATER = "alike and (2] or 3])"  # `make test-kernels` runs it
 
 
 class Listed(NamedTuple):
@@ -113,15 +112,7 @@ def list_of(case: Listed, num_tiles: int) -> tuple[Any, list[list[int]]]:
     return made, made.work_items.tolist()
 
 
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__, f"kernel_ and not ({LATER})")
-
-
-@pytest.mark.long
-@in_own_process
-def test_more_interpreted() -> None:
-    run_interpreted(__file__, f"kernel_ and {LATER}")
+test_interpreted, test_more_interpreted = interpreted(__file__, "kernel_")
 
 
 @only_interpreted

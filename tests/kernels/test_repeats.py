@@ -165,6 +165,7 @@ def without_unknown(argument: bytes, known: set[int]) -> bytes:
 
 @pytest.mark.parametrize("seed", range(40))
 @torch.inference_mode()
+@pytest.mark.sampled
 def test_what_is_started_is_what_a_layer_asks_for(seed: int, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = random_layers(random.Random(f"repeats {seed}"), torch.device("cpu"))
     started(layers, driver)  # kernels are compiled

@@ -59,6 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.sampled
 def test_traffic_makes_no_first_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = Kit()
     for layer in random_layers(kind, 3):

@@ -16,7 +16,7 @@ from tests.helpers import flash_attn_backends  # noqa: F401 (registers)
 from tests.helpers.large_cache import check_large_cache
 
 
-@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.first  # `make test-rest` runs it
 @pytest.mark.long
 class TestFlashAttn2Emulated(BackendConformance):
     backend_name = "FLASH_ATTN_FLASH_ATTN_EMULATED"
@@ -29,7 +29,7 @@ class TestFlashAttn2EmulatedInBfloat16(BackendConformance):
     dtypes = (torch.bfloat16,)
 
 
-@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.first  # `make test-rest` runs it
 @pytest.mark.long
 class TestFlashAttnInterfaceEmulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
@@ -44,7 +44,7 @@ class TestFlashAttnInterfaceEmulatedInFloat16(BackendConformance):
     dtypes = (torch.float16,)
 
 
-@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.first  # `make test-rest` runs it
 @pytest.mark.long
 class TestVllmFa2Emulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
@@ -75,6 +75,7 @@ class InBf16(BackendConformance):
         return batch if batch.sinks is None else replace(batch, sinks=batch.sinks.bfloat16().float())
 
 
+@pytest.mark.sampled
 class TestVllmFa3EmulatedBf16(InBf16):
     backend_name = "FLASH_ATTN_VLLM_FA3_EMULATED"
 
@@ -85,7 +86,7 @@ class TestFlashAttn4Emulated(BackendConformance):
     dtypes = (torch.float16,)  # the other one below
 
 
-@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.first  # `make test-rest` runs it
 @pytest.mark.long
 class TestFlashAttn4EmulatedBf16(InBf16):
     backend_name = "FLASH_ATTN_FLASH_ATTN_4_EMULATED"

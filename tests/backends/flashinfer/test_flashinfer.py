@@ -9,6 +9,7 @@ from attn_backends.testing.conformance import BackendConformance
 from tests.helpers import flashinfer_emulated  # noqa: F401 (registers)
 
 
+@pytest.mark.sampled
 class TestFlashInferEmulated(BackendConformance):
     backend_name = "FLASHINFER_EMULATED"
     dtypes = (torch.bfloat16,)

@@ -325,6 +325,7 @@ def pretend(num_sms: int, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("query_len", "tile", "theirs"), [(2, 16, 64), (4, 16, 128), (16, 64, 128)])
 @pytest.mark.parametrize("window", [-1, 40])
 @pytest.mark.parametrize("num_sms", [10, 11, 132])  # SPEC has two KV heads: one row a multiprocessor runs at once
+@pytest.mark.sampled
 def test_verified_tokens_take_small_tiles(
     query_len: int, tile: int, theirs: int, window: int, num_sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +353,7 @@ CASES = [
 
 @pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
 @pytest.mark.parametrize(("kit", "shape"), CASES)
+@pytest.mark.sampled
 def test_kernels_follow_the_lists(
     shape: tuple[int, int, int, int], whole: bool, kit: type[KitBase], monkeypatch: pytest.MonkeyPatch
 ) -> None:

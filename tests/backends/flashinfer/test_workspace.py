@@ -40,6 +40,7 @@ def spec_of(shape: tuple[int, int, int]) -> AttentionSpec:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sampled
 def test_no_plan_takes_more_than_its_limits(shape: tuple[int, int, int]) -> None:
     """Any rows and multiprocessors, each of them with one token a row and every second number of more, held against
     limits of that size and against the largest ones."""

@@ -36,11 +36,12 @@ class ModelShape(MLAConformance):
         return MLASpec(**{"num_qo_heads": 4, "dtype": self.dtype, **changes})
 
 
+@pytest.mark.sampled
 class TestEmulated(Small):
     backend_name = "FLASH_ATTN_MLA_EMULATED"
 
 
-@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.first  # `make test-rest` runs it
 @pytest.mark.long
 class TestEmulatedModelShape(ModelShape):
     backend_name = "FLASH_ATTN_MLA_EMULATED"
@@ -49,7 +50,7 @@ class TestEmulatedModelShape(ModelShape):
 INTERFACE = "FLASH_ATTN_MLA_EMULATED_INTERFACE"
 
 
-@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.first  # `make test-rest` runs it
 @pytest.mark.long
 class TestEmulatedInterface(Small):
     backend_name = INTERFACE

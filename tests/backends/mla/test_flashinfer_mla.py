@@ -9,6 +9,7 @@ from attn_backends.testing.conformance import MLAConformance
 from tests.helpers import flashinfer_mla_emulated  # noqa: F401 (registers)
 
 
+@pytest.mark.sampled
 class TestFlashInferMLAEmulated(MLAConformance):
     backend_name = "FLASHINFER_MLA_EMULATED"
 

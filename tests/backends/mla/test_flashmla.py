@@ -9,11 +9,12 @@ from attn_backends.testing.conformance import MLAConformance
 from tests.helpers import flashmla_emulated  # noqa: F401 (registers)
 
 
+@pytest.mark.sampled
 class TestFlashMLAEmulated(MLAConformance):
     backend_name = "FLASHMLA_EMULATED"
 
 
-@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.first  # `make test-rest` runs it
 @pytest.mark.long
 class TestFlashMLAEmulatedOlder(MLAConformance):
     backend_name = "FLASHMLA_EMULATED_OLDER"

@@ -37,6 +37,7 @@ class WithoutKernel(BackendConformance):
         monkeypatch.setattr(PagedKernel, "serves", lambda spec, device: False)
 
 
+@pytest.mark.sampled
 class TestTorchWithoutKernel(WithoutKernel):
     dtypes = (torch.float32,)
 

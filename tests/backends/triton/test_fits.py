@@ -31,7 +31,9 @@ launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 prefill_tiles = pytest.importorskip("attn_backends.kernels.prefill.tiles")
 Pdl = pytest.importorskip("attn_backends.kernels.pdl").Pdl
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled"), pytest.mark.sampled,
+]  # fmt: skip
 
 BACKENDS = Path(tuning.__file__).parents[1]
 HOPPER, AMPERE, SMALL = 227 << 10, 163 << 10, 99 << 10  # bytes of a program, of compute capability 9.0, 8.0 and 8.6

@@ -20,7 +20,7 @@ import torch
 from attn_backends import AttentionSpec, get_backend
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, make_layer
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import interpreted, only_interpreted
 from tests.helpers.mutate import copied_module
 
 triton = pytest.importorskip("triton", reason="needs triton")
@@ -35,7 +35,6 @@ split_joins = pytest.importorskip("attn_backends.backends.triton.kernels.split_j
 
 LAUNCHES = 5  # one behind the other, over the same words
 SLOTS = 6  # programs that run at a time
-LATER = "faults or every_part and ([3] or [4] or [5])"  # `make test-kernels` runs it
 WAITING_FAULTS = {
     "one of the words is not cleared": (
         "tl.store(words + ARRIVED + (launches + 1) % 2, 0)",
@@ -67,16 +66,7 @@ KERNEL_FAULTS = {
     "few splits are counted for good": ("        tl.store(words, 0)  # for the next launch\n", ""),
 }  # fmt: skip
 
-
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__, f"not ({LATER})")
-
-
-@pytest.mark.long
-@in_own_process
-def test_more_interpreted() -> None:
-    run_interpreted(__file__, LATER)
+test_interpreted, test_more_interpreted = interpreted(__file__)
 
 
 @triton.jit
@@ -163,6 +153,7 @@ def test_nobody_waits_for_one_that_has_not_begun() -> None:
 
 
 @only_interpreted
+@pytest.mark.long
 @pytest.mark.parametrize("fault", WAITING_FAULTS)
 def test_faults_in_waiting_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = copied_module(split_joins, tmp_path, WAITING_FAULTS[fault])
@@ -209,6 +200,7 @@ def attend(
 
 
 @only_interpreted
+@pytest.mark.long
 def test_programs_at_the_same_time() -> None:
     """Random rows of few splits, of which a GPU of six slots has all at once or not; parts are of all columns of a
     query or of some, and splits are loaded at once or some at a time."""
@@ -235,6 +227,7 @@ UNSEEN = ("if last_info // MAX_SPLITS > JOINED:", "if last_info < 0:"), ("| (has
 
 @only_interpreted
 @pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.long
 def test_who_has_other_rows_first_is_waited_for(is_seen: bool, tmp_path: Path) -> None:
     """The first of a long row's splits begins when the others have ended: it waits for nobody, so that they may wait
     for it, and need not leave all to it."""
@@ -244,6 +237,7 @@ def test_who_has_other_rows_first_is_waited_for(is_seen: bool, tmp_path: Path) -
 
 
 @only_interpreted
+@pytest.mark.long
 @pytest.mark.parametrize("registers", [1, 64], ids=["many", "few"])
 @pytest.mark.parametrize("fault", ["none", *COMBINING_FAULTS])
 def test_faults_in_combining_are_found(fault: str, registers: int, tmp_path: Path) -> None:
@@ -256,6 +250,7 @@ def test_faults_in_combining_are_found(fault: str, registers: int, tmp_path: Pat
 
 
 @only_interpreted
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["none", *KERNEL_FAULTS])
 def test_faults_in_meeting_are_found(fault: str, tmp_path: Path) -> None:
     """Two heads with 20 queries each, which lie in two tiles: of a row with more splits than run at a time, and of one

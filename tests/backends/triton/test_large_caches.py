@@ -14,7 +14,7 @@ from attn_backends import AttentionSpec, MLASpec, get_backend
 from attn_backends.cache.kv_cache import gather_slots
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Result, assert_matches, make_layer, run_backend
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import interpreted, only_interpreted
 from tests.helpers.placed_caches import far_apart, in_large_cache
 
 launch = pytest.importorskip("attn_backends.backends.triton.launch", reason="needs triton")
@@ -24,10 +24,7 @@ ROWS = {  # lengths, and their query tokens
     "short": ([20, 33, 64], [1, 2, 1]), "long": ([150, 90, 40], [1, 1, 3]), "prefill": ([150, 90, 33], [30, 90, 17]),
 }  # fmt: skip
 
-
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__)
+test_interpreted, test_more_interpreted = interpreted(__file__)
 
 
 @only_interpreted

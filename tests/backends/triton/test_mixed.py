@@ -21,7 +21,7 @@ from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
 from attn_backends.testing.graphs.mixed import MixedFiller, engine_tensors
 from attn_backends.testing.harness import assert_step, make_layer
 from attn_backends.testing.kit.mixed import MIXED_ROWS, MIXED_TOKENS
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import in_own_process, interpreted, only_interpreted, run_interpreted
 from tests.helpers.mutate import copied_module
 
 state = pytest.importorskip("attn_backends.backends.triton.state", reason="needs triton")
@@ -38,10 +38,7 @@ FAULTS = {  # of the list of tiles
     "a row in their place": ("is_rest = nth == num_rows", "is_rest = nth == num_rows - 1"),
 }
 
-
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__, "not emulated")
+test_interpreted, test_more_interpreted = interpreted(__file__, "not emulated")
 
 
 def kit() -> BackendConformance:

@@ -13,7 +13,7 @@ import torch
 from attn_backends import AttentionSpec, get_backend
 from attn_backends.spec import AttentionType
 from attn_backends.testing.cases.random_batch import random_batch, with_freed_pages
-from tests.helpers.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import INTERPRETED, interpreted, only_interpreted
 from tests.helpers.mutate import copied_module
 from tests.helpers.placed_caches import PLACES, check_placed
 
@@ -34,7 +34,6 @@ SEEN: tuple[dict[str, Any], ...] = (
     {"causal": False, "window_left": 7}, {"causal": False, "chunk_size": 24},
 )  # fmt: skip
 SEEDS = 32
-LATER = "faults"  # `make test-kernels` runs it
 FAULTS = {
     "keys behind the last are read": ("there = tl.minimum(keys, stop - 1)", "there = keys"),
     "the last key counts once more": ("positions + window_right, stop - 1)", "positions + window_right, stop)"),
@@ -73,16 +72,7 @@ FEW = (  # layers, rows and tiles in which each fault is seen
     (AttentionSpec(4, 2, 64, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn), [20, 31], [9, 31], TILES[0]),
 )
 
-
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__, f"not ({LATER})")
-
-
-@pytest.mark.long
-@in_own_process
-def test_more_interpreted() -> None:
-    run_interpreted(__file__, LATER)
+test_interpreted, test_more_interpreted = interpreted(__file__)
 
 
 @pytest.fixture
@@ -156,6 +146,7 @@ def test_random_rows_on_a_gpu(seed: int, launched: list[bool]) -> None:
 
 
 @only_interpreted
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_faults_are_found(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: list[bool]

@@ -13,7 +13,7 @@ import torch
 
 from attn_backends import AttentionSpec, get_backend
 from attn_backends.testing.cases.random_batch import random_batch, with_freed_pages
-from tests.helpers.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import INTERPRETED, interpreted, only_interpreted
 from tests.helpers.mutate import copied_module
 from tests.helpers.placed_caches import PLACES, check_placed
 
@@ -31,7 +31,6 @@ SEEN: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 SEEDS = 60
 LONG_BLOCKS = tuning.DecodeTile(32, 1, 6, 4, 128)  # which may begin in a page that no query sees
-LATER = "faults"  # `make test-kernels` runs it
 FAULTS = {
     "keys behind the last are read": ("there = tl.minimum(keys, stop - 1)", "there = keys"),
     "the last key counts once more": ("positions + window_right, stop - 1)", "positions + window_right, stop)"),
@@ -76,16 +75,7 @@ FAULTS = {
                                            "_store_split(acc, m_i, l_i, True, words, num_splits, 0,"),
 }  # fmt: skip
 
-
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__, f"not ({LATER})")
-
-
-@pytest.mark.long
-@in_own_process
-def test_more_interpreted() -> None:
-    run_interpreted(__file__, LATER)
+test_interpreted, test_more_interpreted = interpreted(__file__)
 
 
 @pytest.fixture
@@ -274,6 +264,7 @@ def test_heads_that_are_too_wide_have_none() -> None:
 
 
 @only_interpreted
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edits = [FAULTS[fault]] if fault in FAULTS else []

@@ -19,7 +19,7 @@ from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
 from attn_backends.testing.harness import Layer, assert_matches, make_layer
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import interpreted, only_interpreted
 from tests.helpers.mutate import copied_module
 
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
@@ -27,21 +27,10 @@ tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 
 SHOWN, UNSEEN = range(10), range(1000, 1012)
 WHOLE, UNSEEN_WHOLE = range(30, 33), range(1030, 1034)
-LATER = (*SHOWN[4:], *UNSEEN[4:])  # `make test-kernels` runs them
-LEFT_OUT = f"faults or random_layers and ({' or '.join(f'[{seed}]' for seed in LATER)})"
 GUARD = 77.0
 TILE = tuning.PrefillTile(rows=32, keys=32, warps=4, stages=2)
 
-
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__, f"not ({LEFT_OUT})")
-
-
-@pytest.mark.long
-@in_own_process
-def test_more_interpreted() -> None:
-    run_interpreted(__file__, LEFT_OUT)
+test_interpreted, test_more_interpreted = interpreted(__file__)
 
 
 def splitting(*given: Any, **more: Any) -> Any:
@@ -232,6 +221,7 @@ JOIN_FAULTS = {  # by which of the two ways
 
 
 @only_interpreted
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In rows of several splits and whole ones, where there is a window and where there is none; and where the last key
@@ -252,6 +242,7 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @only_interpreted
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["none", *JOIN_FAULTS])
 def test_faults_in_joins_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few splits and of many, of tiles whose queries are no multiple of those that are joined at a time."""

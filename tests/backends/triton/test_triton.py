@@ -16,7 +16,7 @@ from attn_backends.testing.cases.features import plain_cache, plain_spec
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.harness import assert_matches, make_layer, run_backend
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import interpreted, only_interpreted
 from tests.helpers.large_cache import check_large_cache
 from tests.interface.test_call_checks import CALLS, check_refused
 
@@ -55,26 +55,9 @@ LEFT_OUT = (
     "behind_a_row and not (plain or window_15])",  # the page table is read alike for all
     "engines_tensors and not plain",
 )
-MORE = (  # of the same, which `make test-kernels` runs
-    "test_features and (window_0 or non_causal_chunks or alibi_and_window_300 or standard_alibi])",
-    "scales_over and (alibi] or soft_cap])",
-    "logits_far and window_15",
-    "page_sizes and 256",
-)
 SMALL = f"not ({' or '.join(f'({cases})' for cases in LEFT_OUT)})"
-CHECKED = "matches or features or replays or nan or freed or verify or defaults_of_torch[plain"
-CORE = f"({CHECKED}) and not ({' or '.join(f'({cases})' for cases in MORE)})"
 
-
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__, f"{SMALL} and ({CORE} or not TestTriton)")
-
-
-@pytest.mark.long
-@in_own_process
-def test_more_interpreted() -> None:
-    run_interpreted(__file__, f"{SMALL} and TestTriton and not ({CORE})")
+test_interpreted, test_more_interpreted = interpreted(__file__, SMALL)
 
 
 @only_interpreted

@@ -205,6 +205,7 @@ def keys_of_traffic(numbers: Random, engine: Engine, machine: Any, num_steps: in
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled
 def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
     numbers = Random(f"{seed} {machine}")
     feature = numbers.choice((*FEATURES, {"alibi": True}))
@@ -219,6 +220,7 @@ def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
 
 @pytest.mark.parametrize("is_upcast", [False, True])
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.sampled
 def test_traffic_for_the_kernel_for_hopper(
     cached: torch.dtype, is_upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

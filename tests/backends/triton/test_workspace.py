@@ -19,7 +19,7 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, MLASpec, plan
 from attn_backends.testing.cases.models import published_models
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, make_layer
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.interpreted import interpreted, only_interpreted
 
 triton_split = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
 cut_list = pytest.importorskip("attn_backends.kernels.cut_list")
@@ -481,9 +481,7 @@ def test_a_batch_above_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         mla.split_workspace.check(mla._make_plan(mla.specs[0], 4, 8), mla.specs[0])
 
 
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__, "kernel_")
+test_interpreted, test_more_interpreted = interpreted(__file__, "kernel_")
 
 
 @only_interpreted

@@ -56,6 +56,7 @@ class PoorBackend(TorchBackend):
         )
 
 
+@pytest.mark.sampled
 class TestPoor(BackendConformance):
     backend_name = "POOR"
     backend = PoorBackend  # pytest asks for its dtypes while it collects, before it is registered

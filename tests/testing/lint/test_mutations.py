@@ -27,6 +27,7 @@ def findings(backend: Any, check: str, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+@pytest.mark.sampled
 def test_lint_finds(mutation: LintMutation, seed: int) -> None:
     """The check stops at the finding: it is a generator."""
     instead = []

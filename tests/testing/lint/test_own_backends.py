@@ -41,6 +41,7 @@ def _registered() -> None:
 
 
 @pytest.mark.parametrize("name", ["TORCH", "TORCH_MLA", *EMULATED])
+@pytest.mark.sampled
 def test_a_backend_of_ours_passes(name: str) -> None:
     assert [*map(str, lint(name).findings)] == []
 

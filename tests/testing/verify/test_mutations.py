@@ -21,6 +21,7 @@ def _shapes_that_nobody_chose() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.sampled
 def test_verify_finds(mutation: VerifyMutation) -> None:
     found = first_finding(mutation.backend, SEEDS)
     assert found, f"{len(SEEDS)} cases find nothing"

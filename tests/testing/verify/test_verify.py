@@ -67,6 +67,7 @@ def test_a_case_follows_from_its_seed_in_any_order(name: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled
 def test_cases_are_declared_and_within_their_size(name: str, size: str) -> None:
     heads = {(model.num_qo_heads, model.num_kv_heads) for model in published_models()}
     groups = {qo / kv for qo, kv in heads} | {qo / n for qo, kv in heads for n in (2, 4, 8, 16) if qo % n == 0}
@@ -117,6 +118,7 @@ def test_every_kind_is_drawn() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled
 def test_cases_pass(name: str, seed: int) -> None:
     outcome = run_seed(Asked(name, "cpu", "medium", None, ()), get_backend(name), seed)
     assert outcome.finding is None
@@ -169,6 +171,8 @@ def test_the_command_reports(tmp_path: Path) -> None:
     assert all(0 <= each["of_tolerance"] <= 1 for each in report["worst"].values())
 
 
+@pytest.mark.first
+@pytest.mark.long
 def test_a_process_that_dies_is_named_and_another_goes_on(tmp_path: Path) -> None:
     file, module = tmp_path / "report.json", "tests.helpers.dying_backend"
     done = verify("DYING", "--cases", "6", "--workers", "1", "--size", "small", "--import", module, "--json",
@@ -187,6 +191,8 @@ def test_a_process_that_dies_is_named_and_another_goes_on(tmp_path: Path) -> Non
     assert f"repeat it: {dead[0]['command']}" in re.sub(r"\s+", " ", done.stdout)
 
 
+@pytest.mark.first
+@pytest.mark.long
 def test_a_process_that_memory_ended_is_followed_by_another_for_its_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.param(name, marks=needs_products if name in OF_TILES or name == OF_PAIRS else ())
     for name in MUTATIONS | OF_TILES
 ])  # fmt: skip
+@pytest.mark.sampled
 def test_the_kit_fails_on(
     name: str, kit: Any, tmp_path: Path, compiled_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.sampled
 def test_long_rows_in_pieces_beside_short_ones(layer: str, dtype: torch.dtype, layout: Any) -> None:
     spec = AttentionSpec(6, 2, 32, dtype=dtype, **LAYERS[layer])
     lengths = (1900, 1, 64, 257, 2048)

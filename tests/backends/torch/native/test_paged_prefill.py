@@ -57,6 +57,7 @@ def check(batch: Batch, options: TorchOptions | None = None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.sampled
 def test_prompts_and_chunks_of_several_tiles(layer: str, dtype: torch.dtype, layout: Any) -> None:
     spec = AttentionSpec(6, 2, 32, dtype=dtype, **LAYERS[layer])
     lengths, queries = (500, 129, 64, 700, 3, 333), (1, 129, 63, 20, 3, 200)
@@ -77,6 +78,7 @@ def test_any_number_of_query_heads(group: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))])
+@pytest.mark.sampled
 def test_random_layers_and_batches(seed: int, dtype: torch.dtype) -> None:
     check_layer(random.Random(f"{seed} {dtype}"), dtype)
 
@@ -225,6 +227,7 @@ def test_options_that_differ() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layer", ["plain", "window", "gpt_oss", "alibi"])
+@pytest.mark.sampled
 def test_few_blocks_in_pieces(layer: str, dtype: torch.dtype) -> None:
     """More threads than blocks: each block's keys are attended by several, and joined."""
     spec = AttentionSpec(6, 2, 32, dtype=dtype, **{**LAYERS[layer], "window_left": -1 if layer == "plain" else 1200})
