@@ -96,7 +96,7 @@ class Session:
     def panel(self, index: int) -> Panel:
         output = self.outputs[index]
         if output is not None and output.error is not None:
-            body, ending = Text(output.error, style="red"), "error"
+            body, ending = Text(f"{output.text}\n" if output.text else "").append(output.error, style="red"), "error"
         else:
             body, ending = Text(self.texts[index]), "…" if output is None else output.finish_reason
         return Panel(body, title=Text(self.prompts[index], overflow="ellipsis", no_wrap=True), title_align="left",

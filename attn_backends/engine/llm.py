@@ -29,7 +29,7 @@ from attn_backends.engine.resolve import (
     with_cache_dtype,
 )
 from attn_backends.engine.runner import ModelRunner
-from attn_backends.engine.sampler import Sampler
+from attn_backends.engine.sampler import NOT_FINITE, Sampler
 from attn_backends.engine.scheduler import Scheduler
 from attn_backends.engine.warm_up import make_ready
 from attn_backends.graphs.recorder import GraphRecorder
@@ -133,7 +133,8 @@ class LLM:
             cache_salt: for all, or one a prompt; prompts find each other's prefixes under equal salts alone, and those
                 without one find each other's.
 
-        A prompt that cannot be served has `finish_reason` "error" and says why; the others are not touched by it.
+        A prompt that cannot be served, or whose logits are not finite at some token, has `finish_reason` "error" and
+        says why; the others are not touched by it.
 
         Raises:
             TypeError: `prompts` is no list, a prompt no text or list of token ids, or `sampling` no `SamplingParams`.
@@ -254,7 +255,9 @@ class LLM:
         """Wait for what a launch sampled, and hand it out. Returns the launch that follows, if one does."""
         ahead = self._follow(launch) if launch and self.launches_ahead else None
         if launch:
-            for tokens in launch.tokens.wait(launch.sampled):
+            for tokens, lost in launch.tokens.wait():
+                for row in lost:
+                    self.scheduler.fail(launch.sampled[row], NOT_FINITE)
                 streaming = self._live.streaming(launch.sampled, tokens)
                 before = self.scheduler.num_new_tokens
                 self.scheduler.update(launch.batch, tokens, self.model.eos_token_ids)

@@ -12,6 +12,10 @@ from attn_backends.engine.config import SamplingParams
 from attn_backends.engine.request import Request
 
 MOST_IN_BLOCK, LEAST_IN_BLOCK = 512, 64  # of a row of logits
+NOT_FINITE = (
+    "logits are not finite; check the model's weights and dtype (float16 overflows where bfloat16 and float32 do not), "
+    "or try another backend"
+)
 FEW, MORE = 256, 16  # a nucleus is looked for among 256 tokens, then 16 times as many: a whole sort is slow
 
 
@@ -32,7 +36,10 @@ class Sampler:
             FloatingPointError: a row has no finite largest logit (NaN, +inf, or all -inf); its request is named.
         """
         tokens, largest = self.choose(logits, requests)
-        (chosen,) = PendingTokens([tokens], [largest]).wait(requests)
+        ((chosen, lost),) = PendingTokens([tokens], [largest]).wait()
+        if lost:
+            names = ", ".join(repr(requests[row].request_id) for row in lost[:5])
+            raise FloatingPointError(f"request {names} ({len(lost)} of {len(requests)} rows): {NOT_FINITE}")
         return chosen
 
     def choose(
@@ -146,25 +153,17 @@ class PendingTokens:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def wait(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Tokens of all rows for each step.
-
-        Raises:
-            FloatingPointError: a row has no finite largest logit; its request is named.
-        """
+    def wait(self) -> list[tuple[list[int], list[int]]]:
+        """For each step the tokens of all rows, and the rows whose largest logit is not finite: their tokens, and those
+        that follow, mean nothing."""
         if self._arrived:
             self._arrived.synchronize()
-        for largest in self._largest.tolist():
-            if not all(map(isfinite, largest)):
-                pairs = zip(requests, largest, strict=True)
-                names = [request.request_id for request, logit in pairs if not isfinite(logit)]
-                raise FloatingPointError(
-                    f"logits of request {', '.join(map(repr, names[:5]))} are not finite ({len(names)} of "
-                    f"{len(requests)} rows); check the model's weights and dtype (float16 overflows where bfloat16 and "
-                    "float32 do not), or try another backend"
-                )
-        tokens: list[list[int]] = self._tokens.tolist()
-        return tokens
+        steps = zip(self._tokens.tolist(), self._largest.tolist(), strict=True)
+        return [(tokens, _not_finite(largest)) for tokens, largest in steps]
+
+
+def _not_finite(largest: Sequence[float]) -> list[int]:
+    return [] if all(map(isfinite, largest)) else [row for row, logit in enumerate(largest) if not isfinite(logit)]
 
 
 def _to_host(steps: Sequence[torch.Tensor]) -> torch.Tensor:

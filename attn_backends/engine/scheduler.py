@@ -149,6 +149,13 @@ class Scheduler:
             self._release(request)
             self.on_finish(request)
 
+    def fail(self, request: Request, error: str) -> None:
+        """End a request with reason "error", unless it has ended already: its tokens so far stay, and what it has
+        written to pages since the last were published is found by no other."""
+        if not request.finish_reason:
+            request.error, request.num_computed_tokens = error, 0
+            self.finish(request, "error")
+
     def refuse(self, request: Request, error: str) -> None:
         """End a request that was never queued."""
         request.finish_reason, request.error = "error", error

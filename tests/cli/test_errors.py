@@ -10,12 +10,16 @@ import signal
 import string
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from attn_backends import LLM, SamplingParams
 from attn_backends.cli import app as cli
 from attn_backends.cli.errors import clear_errors
+from attn_backends.engine.sampler import Sampler
 from tests.helpers.forked import Forked, run_python
 from tests.helpers.tiny_models import save_tiny
 
@@ -184,6 +188,29 @@ def test_an_argument_that_is_no_text_fails_alone(model: Path) -> None:
     fine, broken = json.loads(out)["results"]
     assert (code, fine["error"], broken["finish_reason"]) == (1, None, "error")
     assert "lone surrogate, U+DCFF, at character 1" in broken["error"]
+
+
+@pytest.mark.parametrize("how", ["--stream", "--no-stream", "--json"])
+def test_a_text_whose_logits_are_not_finite_is_shown_as_far_as_it_came(
+    model: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = Sampler.choose
+
+    def lost(sampler: Sampler, logits: torch.Tensor, requests: Any, num_ahead: int = 0) -> Any:
+        is_lost = [request.request_id == "1" and request.num_output_tokens + num_ahead > 1 for request in requests]
+        return choose(sampler, logits.masked_fill(torch.tensor(is_lost)[:, None], torch.nan), requests, num_ahead)
+
+    monkeypatch.setattr(Sampler, "choose", lost)
+    words = answer(model, "--prompt", "fine", "--prompt", "lost", how)
+    done = CliRunner().invoke(cli.app, words, env=QUICK)
+    texts = LLM.from_pretrained(model).generate(["fine", "lost"], SamplingParams(max_tokens=3))
+    assert done.exit_code == 1
+    assert "logits are not finite; check the model's weights" in " ".join(done.output.split())
+    if how == "--json":
+        assert [result["text"] for result in json.loads(done.stdout)["results"]] == [text.text for text in texts]
+    assert [text.finish_reason for text in texts] == ["length", "error"]
+    assert len(texts[1].token_ids) == 2
+    assert how == "--json" or texts[1].text in done.output
 
 
 @pytest.mark.parametrize(

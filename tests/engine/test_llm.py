@@ -14,6 +14,7 @@ from attn_backends import LLM, AttentionSpec, EngineConfig, MLASpec, SamplingPar
 from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBuilder
 from attn_backends.engine.request import ScheduledBatch
 from attn_backends.engine.resolve import possible_caches
+from attn_backends.engine.sampler import Sampler
 from attn_backends.registry import UnknownBackendError, select_backend
 from attn_backends.testing.graphs.simulator import GraphSimulator
 from tests.helpers.tiny_models import save_tiny
@@ -267,6 +268,40 @@ def test_prompts_that_cannot_be_served_fail_alone(tiny_llama: Path) -> None:
     assert fine.finish_reason == "length"
     assert "token id 999 is not in the vocabulary" in (llm.generate([[3, 999]])[0].error or "")
     assert fine.token_ids == tokens(engine(tiny_llama), ["hello"])[0]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("num_fine", [0, 1, 8])
+def test_prompts_whose_logits_are_not_finite_fail_alone(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, num_fine: int, num_steps: int, ahead: bool
+) -> None:
+    """From a token on, whatever runs ahead; what they had until then stays, and nobody finds what came later."""
+    plain = engine(tiny_llama).generate(PROMPTS, LONG)
+    llm = engine(tiny_llama, scheduler={"decode_steps_per_launch": num_steps})
+    llm.launches_ahead, choose, broken = ahead, Sampler.choose, {"1": float("nan"), "3": float("inf")}
+
+    def at_some_token(sampler: Sampler, logits: torch.Tensor, requests: Any, num_ahead: int = 0) -> Any:
+        logits = logits.clone()  # of inference mode
+        for row, request in enumerate(requests):
+            if request.request_id in broken and request.num_output_tokens + num_ahead >= num_fine:
+                logits[row, 7] = broken[request.request_id]
+        return choose(sampler, logits, requests, num_ahead)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "choose", at_some_token)
+        chunks = list(llm.stream(PROMPTS, LONG))
+    outputs = sorted((chunk.output for chunk in chunks if chunk.output), key=lambda output: output.index)
+    for output, expected in zip(outputs, plain, strict=True):
+        if output.index not in (1, 3):
+            assert output == expected
+            continue
+        assert (output.finish_reason, output.token_ids) == ("error", expected.token_ids[:num_fine])
+        assert "logits are not finite; check the model's weights" in (output.error or "")
+        assert output.text == "".join(chunk.text for chunk in chunks if chunk.index == output.index)
+        assert expected.text.startswith(output.text.rstrip("\ufffd"))
+    assert llm.allocator.num_used == 0
+    assert llm.generate(PROMPTS, LONG) == plain
 
 
 def test_a_closed_stream_frees_everything(tiny_llama: Path) -> None:

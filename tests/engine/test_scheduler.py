@@ -480,6 +480,22 @@ def test_a_request_aborted_while_the_step_runs_keeps_its_tokens() -> None:
         engine.scheduler.update(batch, [1], frozenset())
 
 
+def test_pages_of_a_request_that_failed_are_not_found() -> None:
+    engine = Engine(SchedulerConfig(), num_pages=16, page_size=2)
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    failed, over = engine.add("failed", prompt), engine.add("over", [3, 2, 1])
+    engine.step()
+    engine.scheduler.finish(over, "length")
+    for request in (failed, over, failed):
+        engine.scheduler.fail(request, "why")
+    assert (failed.finish_reason, failed.error, failed.output_token_ids) == ("error", "why", failed.token_ids[8:])
+    assert (over.finish_reason, over.error) == ("length", None)
+    assert (engine.allocator.num_used, engine.scheduler.has_unfinished) == (0, False)
+    again = engine.add("again", prompt, max_tokens=1)
+    engine.run()
+    assert (again.num_prefix_hit_tokens, again.finish_reason) == (0, "length")
+
+
 def test_finish_by_the_caller() -> None:
     engine = Engine(SchedulerConfig(), num_pages=8, page_size=4)
     request = engine.add("text", [1, 2, 3])
