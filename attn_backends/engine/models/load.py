@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from attn_backends.engine.config import EngineConfig
-from attn_backends.engine.models.checkpoint import ModelError, NeedsWeights, find_model, in_our_words
+from attn_backends.engine.models.checkpoint import ModelError, NeedsWeights, find_model, in_our_words, model_path
 from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.end_tokens import check_generation_config, end_tokens
 from attn_backends.engine.models.fused.cpu import fuse_layers
@@ -90,7 +90,7 @@ def layer_specs(config: EngineConfig, device: torch.device, *, read_weights: boo
     try:
         return _specs_of(model_without_weights(path, hf_config, dtype, trusted))
     except NeedsWeights:
-        if not read_weights or Path(config.model).expanduser().is_file():
+        if not read_weights or model_path(config.model).is_file():
             raise
     path, hf_config = _model_config(config)  # anew, as a model may have changed what it was made from
     return _specs_of(read_model(path, hf_config, dtype, trusted)[0].to(device))
@@ -116,7 +116,7 @@ def model_limit(config: EngineConfig) -> int:
 
 def _model_config(config: EngineConfig) -> tuple[Path, Any]:
     """The folder of the config's model, and what its config file says."""
-    file = Path(config.model).expanduser()
+    file = model_path(config.model)
     is_file = file.name == "config.json" and file.is_file()
     path = file.parent if is_file else find_model(config.model, convert_gguf)
     return path, read_config(path, config.trust_remote_code, has_weights=not is_file)
