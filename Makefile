@@ -30,7 +30,7 @@ test: $(READY) ## run the tests; a part of them: ARGS="tests/engine/test_config.
 	$(PYTEST) $(ARGS)
 
 test-rest: $(READY) ## run the tests that `make test` leaves out, most of them of interpreted and emulated kernels
-	$(PYTEST) --long -m "first and long" $(ARGS)
+	$(PYTEST) --long -m rest $(ARGS)
 
 long: $(READY) ## run all tests, with those that `make test` leaves out as they are more of the same
 	$(PYTEST) --long $(ARGS)

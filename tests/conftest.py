@@ -16,6 +16,7 @@ import torch
 from _pytest.logging import catching_logs
 
 NOWHERE = Path(__file__).parent / "no such folder"
+LATER = ("rest", "long")
 _sampled: set[str] = set()  # functions
 gc.disable()  # until tests are collected: what that makes stays
 
@@ -38,7 +39,7 @@ if hasattr(catching_logs, "attached_loggers"):  # others ask no other logger tha
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run tests marked `long` too")
+    parser.addoption("--long", action="store_true", help="run tests marked `rest` or `long` too")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -48,10 +49,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
     """Not tests that would all be left out, for want of a GPU or of `--long`, or as another process runs them: they are
-    six of ten, and it takes a tenth of the time to list and skip them. Functions of the long run are deselected."""
+    six of ten, and it takes a tenth of the time to list and skip them. Functions of later runs are deselected."""
     is_class = inspect.isclass(obj)
     marks = getattr(obj, "pytestmark", []) if is_class or inspect.isfunction(obj) else []
-    left_out = {"gpu": not torch.cuda.is_available(), "long": is_class and not collector.config.getoption("--long")}
+    left_out = dict.fromkeys(LATER, is_class and not collector.config.getoption("--long"))
+    left_out["gpu"] = not torch.cuda.is_available()
     skips = any(left_out.get(mark.name, mark.name == "skipif" and mark.args[0]) for mark in marks)
     return [] if skips else None
 
@@ -62,23 +64,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of cases that are sampled, or interpreted, three in four are long; of a function the first never is."""
+    """Of cases that are sampled, or interpreted, three in four are of the rest; of a function the first never is."""
     of_many = item.get_closest_marker("sampled") or os.environ.get("TRITON_INTERPRET") == "1"
-    if not of_many or item.get_closest_marker("gpu"):
+    if not of_many or item.get_closest_marker("gpu") or item.get_closest_marker("long"):
         return
     function = item.nodeid.partition("[")[0]
     is_first = function not in _sampled and item.parent is item.getparent(pytest.Module)
     _sampled.add(function)
     if not is_first and crc32(item.name.encode()) % 4:
-        item.add_marker("first")
-        item.add_marker("long")
+        item.add_marker("rest")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests begin before the others, which then even out what workers have left to do."""
     if not config.getoption("--long"):
-        left_out = [item for item in items if item.get_closest_marker("long")]
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        left_out = [item for item in items if any(map(item.get_closest_marker, LATER))]
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, LATER))]
         config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 

@@ -28,7 +28,7 @@ DIMS = tuple(dims for dims in launch.HOPPER_DIMS if dims not in ((64, 64), (128,
 SHOWN, UNSEEN = range(3), range(1000, 1003)
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_interpreted() -> None:
     run_interpreted(__file__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -34,18 +34,27 @@ MODULES = {"triton": "kernels.prefill.hopper_kernel", "mla": "backends.mla.trito
 test_interpreted, test_more_interpreted = interpreted(__file__, "not TestOf or matches and small")
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_the_latent_kit_interpreted() -> None:
     run_interpreted(__file__, f"MLA and not ({SHARED})")
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_the_kit_interpreted() -> None:
     """Of the kit what prefills by the kernel: rows decode by one that is not for Hopper, in graphs too."""
     chosen = "features or random or matches or head or page_sizes or scales_over or cached or chunk"
-    run_interpreted(__file__, f"TestOfTriton and not (MLA or replays) and ({chosen}) and {SMALL}")
+    run_interpreted(__file__, f"TestOfTriton and not (Short or MLA or replays) and ({chosen}) and {SMALL}")
+
+
+@pytest.mark.rest
+@in_own_process
+def test_the_kit_with_short_tiles_interpreted() -> None:
+    """A quarter of what prefills, and that rows are of one block."""
+    chosen = "features or random or matches or head or page_sizes or cached or chunk or one_block"
+    keyword = f"WithShort and not replays and ({chosen}) and {SMALL}"
+    run_interpreted(__file__, keyword, "-m", "not gpu and not long and not rest")
 
 
 @pytest.fixture
@@ -476,6 +485,27 @@ class TestOfTriton(BackendConformance):
 
 
 @only_interpreted
+class TestOfTritonWithShortTiles(TestOfTriton):
+    """Few keys are a reason for the portable kernel, most of whose blocks then hold all of a row."""
+
+    @pytest.fixture(autouse=True)
+    def _short_tiles(self, launches: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        from attn_backends.backends.triton import metadata, short_tiles
+
+        monkeypatch.setattr(metadata, "short_tile", short_tiles.short_tile)
+        monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: False)
+        monkeypatch.setattr(metadata, "decode_tokens", lambda *_: 1)  # rows of several are prefilled
+        with pretend_multiprocessors(132):
+            yield
+
+    @pytest.mark.parametrize("nth", range(8))
+    def test_rows_are_of_one_block(self, nth: int) -> None:
+        batch = self.make_batch(self.make_spec(cache_dtype=(torch.float16, *FP8_DTYPES)[nth % 3]), "small_prefill")
+        step = make_layer(get_backend("TRITON"), batch).begin(batch)
+        assert step.metadata.short_tile.is_one_block
+
+
+@only_interpreted
 @pytest.mark.usefixtures("launches")
 class TestOfTritonMLA(MLAConformance):
     backend_name = "TRITON_MLA"
@@ -650,7 +680,7 @@ FAULTS = {
 
 
 @only_interpreted
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.helpers.gluon_emulator import Emulated

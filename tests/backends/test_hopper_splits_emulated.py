@@ -30,13 +30,13 @@ LEFT_OUT = f"random_layers and ({' or '.join(f'[{seed}]' for seed in LATER)})"
 GUARD = 77.0
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_interpreted() -> None:
     run_interpreted(__file__, f"not ({LEFT_OUT})")
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_more_interpreted() -> None:
     run_interpreted(__file__, LEFT_OUT)

@@ -324,7 +324,7 @@ class TestRuns:
         assert "time over that of the best of all others" in (tmp_path / "some.svg").read_text()
 
     @pytest.mark.first
-    @pytest.mark.long
+    @pytest.mark.rest
     def test_processes_make_shapes_ready(self, tmp_path: Path) -> None:
         """By the command itself: processes begin by importing what it runs."""
         command = ["-m", "benchmarks", "attention", "random_shapes", "--device", "cpu", "--seed", "7", "--backend"]

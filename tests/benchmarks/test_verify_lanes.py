@@ -13,7 +13,7 @@ from benchmarks.correctness.verify_lanes import Lane, covered, main
 
 
 @pytest.mark.first
-@pytest.mark.long
+@pytest.mark.rest
 def test_lanes_end_in_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--lane", "TORCH:1", "--minutes", "0.05", "--seed", "7", "--device", "cpu"]
     with pytest.raises(SystemExit) as ended:

@@ -27,7 +27,7 @@ print(len(started))
 
 
 @pytest.mark.first
-@pytest.mark.long
+@pytest.mark.rest
 def test_layers_are_timed_that_repeat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]

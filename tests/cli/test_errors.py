@@ -150,7 +150,7 @@ def test_a_cache_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> N
          "accelerate is compile and the device cpu; allowed there: off or on"),
         (("generate", "--model", "/nowhere"), "no model '/nowhere': give"),
         (("generate", "--model", "a" * 5000), "aaa…' (File name too long): give 'smollm2-135m-instruct'"),
-        (("generate", "--model", "~nobody here/model"), "'~nobody here/model' (Could not determine home directory.): give"),
+        (("generate", "--model", "~no one/model"), "'~no one/model' (Could not determine home directory.): give"),
         (("bench", "--dry-run", "--model", "a" * 300 + "/config.json"), "aaa…' (File name too long): give"),
         (("generate", "--prompts-file", "/nowhere"), "--prompts-file /nowhere"),
     ],

@@ -29,16 +29,16 @@ def in_own_process(test: Callable[[], None]) -> Callable[[], None]:
 
 def interpreted(file: str, keyword: str = "") -> tuple[Callable[[], None], Callable[[], None]]:
     """Two tests that run a file's, as `run_interpreted` does: `make test` runs the first, `make test-rest` the other,
-    which has what is marked `long` or is not among those that are `sampled`."""
+    which has what is marked `rest` or is not among those that are `sampled`."""
 
     @in_own_process
     def test_interpreted() -> None:
-        run_interpreted(file, keyword, "-m", "not gpu and not long")
+        run_interpreted(file, keyword, "-m", "not gpu and not long and not rest")
 
-    @pytest.mark.long
+    @pytest.mark.rest
     @in_own_process
     def test_more_interpreted() -> None:
-        run_interpreted(file, keyword, "-m", "not gpu and long", "--long")
+        run_interpreted(file, keyword, "-m", "not gpu and rest", "--long")
 
     return test_interpreted, test_more_interpreted
 
@@ -55,7 +55,7 @@ def run_interpreted(file: str, keyword: str = "", *options: str) -> None:
         context.set_forkserver_preload(["tests.helpers.interpreted", "attn_backends.testing.conformance"])
         forkserver.ensure_running()  # with this environment
         chosen = ["-k", keyword] if keyword else []
-        selected = options or ("-m", "not gpu", "--long")
+        selected = options or ("-m", "not gpu and not long", "--long")
         arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *selected, *chosen, file]
         process = context.Process(target=_run_pytest, args=(arguments, told.name))
         process.start()

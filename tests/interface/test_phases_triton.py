@@ -11,7 +11,7 @@ from tests.helpers import flash_attn_backends  # noqa: F401 (it registers)
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_interpreted() -> None:
     run_interpreted(__file__, SMALL)

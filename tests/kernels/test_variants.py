@@ -211,7 +211,7 @@ def test_a_key_is_what_triton_compiles_by(name: str) -> None:
 
 
 @pytest.mark.first
-@pytest.mark.long
+@pytest.mark.rest
 def test_each_kernel_of_a_layer_compiles_for_hopper(compiled: list[tuple[str, bool]]) -> None:
     """One listed variant of each, by chance; over a cache of 16 bits, and of 8."""
     state = pytest.importorskip("attn_backends.backends.triton.state")

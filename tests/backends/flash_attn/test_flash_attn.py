@@ -16,8 +16,8 @@ from tests.helpers import flash_attn_backends  # noqa: F401 (registers)
 from tests.helpers.large_cache import check_large_cache
 
 
-@pytest.mark.first  # `make test-rest` runs it
-@pytest.mark.long
+@pytest.mark.first
+@pytest.mark.rest
 class TestFlashAttn2Emulated(BackendConformance):
     backend_name = "FLASH_ATTN_FLASH_ATTN_EMULATED"
     dtypes = (torch.float16,)
@@ -29,8 +29,8 @@ class TestFlashAttn2EmulatedInBfloat16(BackendConformance):
     dtypes = (torch.bfloat16,)
 
 
-@pytest.mark.first  # `make test-rest` runs it
-@pytest.mark.long
+@pytest.mark.first
+@pytest.mark.rest
 class TestFlashAttnInterfaceEmulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
 
@@ -44,8 +44,8 @@ class TestFlashAttnInterfaceEmulatedInFloat16(BackendConformance):
     dtypes = (torch.float16,)
 
 
-@pytest.mark.first  # `make test-rest` runs it
-@pytest.mark.long
+@pytest.mark.first
+@pytest.mark.rest
 class TestVllmFa2Emulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
 
@@ -86,8 +86,8 @@ class TestFlashAttn4Emulated(BackendConformance):
     dtypes = (torch.float16,)  # the other one below
 
 
-@pytest.mark.first  # `make test-rest` runs it
-@pytest.mark.long
+@pytest.mark.first
+@pytest.mark.rest
 class TestFlashAttn4EmulatedBf16(InBf16):
     backend_name = "FLASH_ATTN_FLASH_ATTN_4_EMULATED"
 

@@ -41,8 +41,8 @@ class TestEmulated(Small):
     backend_name = "FLASH_ATTN_MLA_EMULATED"
 
 
-@pytest.mark.first  # `make test-rest` runs it
-@pytest.mark.long
+@pytest.mark.first
+@pytest.mark.rest
 class TestEmulatedModelShape(ModelShape):
     backend_name = "FLASH_ATTN_MLA_EMULATED"
 
@@ -50,8 +50,8 @@ class TestEmulatedModelShape(ModelShape):
 INTERFACE = "FLASH_ATTN_MLA_EMULATED_INTERFACE"
 
 
-@pytest.mark.first  # `make test-rest` runs it
-@pytest.mark.long
+@pytest.mark.first
+@pytest.mark.rest
 class TestEmulatedInterface(Small):
     backend_name = INTERFACE
     dtypes = (torch.bfloat16,)

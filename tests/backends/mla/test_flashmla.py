@@ -14,8 +14,8 @@ class TestFlashMLAEmulated(MLAConformance):
     backend_name = "FLASHMLA_EMULATED"
 
 
-@pytest.mark.first  # `make test-rest` runs it
-@pytest.mark.long
+@pytest.mark.first
+@pytest.mark.rest
 class TestFlashMLAEmulatedOlder(MLAConformance):
     backend_name = "FLASHMLA_EMULATED_OLDER"
     dtypes = (torch.float16,)

@@ -36,13 +36,13 @@ SHAPES = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_interpreted() -> None:
     run_interpreted(__file__, f"not ({SHARED} or {LIKE_OTHERS}) and ({CORE})")
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_more_interpreted() -> None:
     run_interpreted(__file__, f"not ({SHARED} or {LIKE_OTHERS} or {CORE})")

@@ -33,7 +33,7 @@ MEMBERS = ("TRITON_MLA", "FLASHMLA", "FLASHINFER_MLA")
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_interpreted() -> None:
     run_interpreted(__file__)

@@ -23,7 +23,7 @@ CACHED = [torch.float8_e4m3fn, torch.float8_e5m2]
 ROWS = {"decode": ([70, 1, 33], [1, 1, 1]), "verify": ([70, 37], [3, 3]), "prefill": ([70, 20], [40, 20])}
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_interpreted() -> None:
     run_interpreted(__file__)

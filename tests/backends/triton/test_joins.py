@@ -153,7 +153,7 @@ def test_nobody_waits_for_one_that_has_not_begun() -> None:
 
 
 @only_interpreted
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize("fault", WAITING_FAULTS)
 def test_faults_in_waiting_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = copied_module(split_joins, tmp_path, WAITING_FAULTS[fault])
@@ -200,7 +200,7 @@ def attend(
 
 
 @only_interpreted
-@pytest.mark.long
+@pytest.mark.rest
 def test_programs_at_the_same_time() -> None:
     """Random rows of few splits, of which a GPU of six slots has all at once or not; parts are of all columns of a
     query or of some, and splits are loaded at once or some at a time."""
@@ -227,7 +227,7 @@ UNSEEN = ("if last_info // MAX_SPLITS > JOINED:", "if last_info < 0:"), ("| (has
 
 @only_interpreted
 @pytest.mark.parametrize("is_seen", [True, False])
-@pytest.mark.long
+@pytest.mark.rest
 def test_who_has_other_rows_first_is_waited_for(is_seen: bool, tmp_path: Path) -> None:
     """The first of a long row's splits begins when the others have ended: it waits for nobody, so that they may wait
     for it, and need not leave all to it."""
@@ -237,7 +237,7 @@ def test_who_has_other_rows_first_is_waited_for(is_seen: bool, tmp_path: Path) -
 
 
 @only_interpreted
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize("registers", [1, 64], ids=["many", "few"])
 @pytest.mark.parametrize("fault", ["none", *COMBINING_FAULTS])
 def test_faults_in_combining_are_found(fault: str, registers: int, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_faults_in_combining_are_found(fault: str, registers: int, tmp_path: Pat
 
 
 @only_interpreted
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize("fault", ["none", *KERNEL_FAULTS])
 def test_faults_in_meeting_are_found(fault: str, tmp_path: Path) -> None:
     """Two heads with 20 queries each, which lie in two tiles: of a row with more splits than run at a time, and of one

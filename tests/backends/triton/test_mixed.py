@@ -166,7 +166,7 @@ MIXED_ON_HOPPER = (  # keys in the cache, and query tokens
 )
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_on_hopper_interpreted() -> None:
     run_interpreted(__file__, "emulated")

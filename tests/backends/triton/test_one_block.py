@@ -146,7 +146,7 @@ def test_random_rows_on_a_gpu(seed: int, launched: list[bool]) -> None:
 
 
 @only_interpreted
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_faults_are_found(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: list[bool]

@@ -264,7 +264,7 @@ def test_heads_that_are_too_wide_have_none() -> None:
 
 
 @only_interpreted
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edits = [FAULTS[fault]] if fault in FAULTS else []

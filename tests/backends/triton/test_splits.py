@@ -221,7 +221,7 @@ JOIN_FAULTS = {  # by which of the two ways
 
 
 @only_interpreted
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In rows of several splits and whole ones, where there is a window and where there is none; and where the last key
@@ -242,7 +242,7 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @only_interpreted
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize("fault", ["none", *JOIN_FAULTS])
 def test_faults_in_joins_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few splits and of many, of tiles whose queries are no multiple of those that are joined at a time."""

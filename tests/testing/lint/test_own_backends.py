@@ -62,7 +62,7 @@ def test_the_plugin_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         del sys.modules["attn_backends_naive"]
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @in_own_process
 def test_interpreted() -> None:
     run_interpreted(__file__, "triton")

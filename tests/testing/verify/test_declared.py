@@ -211,7 +211,7 @@ def told_of_arrays() -> list[str]:
 
 
 @pytest.mark.first
-@pytest.mark.long
+@pytest.mark.rest
 def test_arrays_and_cases_are_the_same_in_every_process() -> None:
     """Whose strings have other hashes than this one's."""
     code = f"from {__name__} import told_of_arrays; print(hash('a'), *told_of_arrays())"

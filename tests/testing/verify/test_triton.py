@@ -26,7 +26,7 @@ from tests.helpers.interpreted import in_own_process, only_interpreted, run_inte
 MOST_CASES = 6
 
 
-@pytest.mark.long  # `make test-rest` runs it
+@pytest.mark.rest
 @in_own_process
 def test_interpreted() -> None:
     run_interpreted(__file__)

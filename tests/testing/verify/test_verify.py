@@ -172,7 +172,7 @@ def test_the_command_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.first
-@pytest.mark.long
+@pytest.mark.rest
 def test_a_process_that_dies_is_named_and_another_goes_on(tmp_path: Path) -> None:
     file, module = tmp_path / "report.json", "tests.helpers.dying_backend"
     done = verify("DYING", "--cases", "6", "--workers", "1", "--size", "small", "--import", module, "--json",
@@ -192,7 +192,7 @@ def test_a_process_that_dies_is_named_and_another_goes_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.first
-@pytest.mark.long
+@pytest.mark.rest
 def test_a_process_that_memory_ended_is_followed_by_another_for_its_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
