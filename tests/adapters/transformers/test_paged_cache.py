@@ -164,6 +164,14 @@ def test_rows_are_put_elsewhere(case: Case, how: str) -> None:
     check_forward(case, model, cache, ids, mask, 5)
 
 
+def test_a_cache_that_nothing_was_put_into_has_no_rows_to_put_elsewhere(case: Case) -> None:
+    model, cache = case.under("attn_backends:TORCH"), ab.PagedCache(case.eager.config)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.zeros(2, dtype=torch.long))
+    assert cache.get_seq_length() == 0
+    check_forward(case, model, cache, case.ids, case.mask, case.ids.shape[1])
+
+
 def test_reset_takes_another_batch(case: Case) -> None:
     model, cache = case.under("attn_backends:TORCH"), ab.PagedCache(case.eager.config)
     for rows in (1, 3):

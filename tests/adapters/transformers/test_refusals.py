@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import attn_backends.adapters.transformers as ab
-from attn_backends.adapters.transformers.masks import OwnAttention, padding_in
+from attn_backends.adapters.transformers.masks import OwnAttention, padding_in, padding_mask
 from attn_backends.interface import Unsupported
 from tests.helpers.hf_cases import batching_config_class, draw_case, generate_batch
 from tests.helpers.tiny_models import COMMON, tiny_model
@@ -205,6 +205,18 @@ class TestModels:
         with refused("attention", "works attention out itself", "Load this model with eager"):
             model(IDS, attention_mask=mask, use_cache=False)
 
+    @pytest.mark.parametrize(("layer", "num_keys"), [(1, 8), (0, 7)])
+    def test_keys_of_another_layer_and_of_other_tokens(self, layer: int, num_keys: int) -> None:
+        """A layer that attends to what another's cache handed on, or to a part of it."""
+        model = tiny("LlamaConfig")
+        cache, keys = ab.PagedCache(model.config), torch.zeros(1, 2, 8, 16)
+        cache.update(keys, keys, 0)
+        given = keys[:, :, :num_keys]
+        with refused("keys", f"{num_keys} keys at layer {layer}, where layer 0 of the cache handed on 8"):
+            transformers.AttentionInterface()[NAME](
+                model.model.layers[layer].self_attn, torch.zeros(1, 4, 8, 16), given, given, None
+            )
+
     def test_layers_that_attend_twice(self) -> None:
         """DiffLlama's second call has no keys of the cache: it would see new ones alone."""
         model = tiny("DiffLlamaConfig")
@@ -213,6 +225,33 @@ class TestModels:
         tokens = model(IDS, use_cache=False).logits
         model.set_attn_implementation("eager")
         torch.testing.assert_close(tokens, model(IDS, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_models_that_call_the_interface_have_a_mask_like_any_other(
+    padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Some look at it before they hand it on."""
+    masks: list[Any] = []
+    monkeypatch.setattr("attn_backends.adapters.transformers.attention.padding_in",
+                        lambda mask: (masks.append(mask), padding_in(mask))[1])  # fmt: skip
+    mask = torch.ones_like(IDS)
+    mask[:, :padding] = 0
+    tiny("LlamaConfig")(IDS, attention_mask=mask, use_cache=False)
+    assert {type(each) for each in masks} == {torch.Tensor if padding else type(None)}
+
+
+def test_a_mask_of_fewer_columns_than_keys_is_no_want_of_padding() -> None:
+    mask = padding_in(padding_mask(1, 8, 8, attention_mask=torch.ones(1, 5, dtype=torch.bool)))
+    assert mask is not None
+    assert mask.shape == (1, 5)
+    assert padding_in(padding_mask(1, 8, 8, attention_mask=torch.ones(1, 9, dtype=torch.bool))) is None
+
+
+def test_decodes_that_bring_a_page_table() -> None:
+    """As continuous batching does for FlashAttention: they bring no slots to read."""
+    with refused("cuda_graph", "a decode batch for FlashAttention", "max_blocks_per_request=0"):
+        tiny("LlamaConfig")(IDS, use_cache=False, cache=ab.PagedCache, block_table=torch.zeros(1, 4))
 
 
 def test_a_mask_of_no_model_is_of_no_use() -> None:
