@@ -10,8 +10,10 @@ import torch
 import transformers
 
 import attn_backends.adapters.transformers as ab
+from attn_backends.adapters.transformers.layers import CalledLayers
 from attn_backends.adapters.transformers.masks import OwnAttention, padding_in, padding_mask
 from attn_backends.interface import Unsupported
+from attn_backends.spec import AttentionSpec, KVCacheSpec
 from tests.helpers.hf_cases import batching_config_class, draw_case, generate_batch
 from tests.helpers.tiny_models import COMMON, tiny_model
 
@@ -216,6 +218,19 @@ class TestModels:
             transformers.AttentionInterface()[NAME](
                 model.model.layers[layer].self_attn, torch.zeros(1, 4, 8, 16), given, given, None
             )
+
+    def test_a_cache_that_a_model_of_fewer_layers_has_filled(self) -> None:
+        model, fewer = tiny("LlamaConfig"), tiny("LlamaConfig", num_hidden_layers=1)
+        cache = ab.PagedCache(model.config)
+        fewer(IDS, past_key_values=cache)
+        with refused("layer 1 has seen 0 tokens, others of this cache more"):
+            model(IDS, past_key_values=cache)
+
+    def test_layers_on_two_devices(self) -> None:
+        layers = CalledLayers("TORCH", {}, [KVCacheSpec(None, 16)])
+        layers.show(AttentionSpec(4, 2, 16), torch.device("cpu"))
+        with refused("a layer on meta, others on cpu", "Load with device_map=None"):
+            layers.show(AttentionSpec(4, 4, 16), torch.device("meta"))
 
     def test_layers_that_attend_twice(self) -> None:
         """DiffLlama's second call has no keys of the cache: it would see new ones alone."""
