@@ -23,7 +23,7 @@ from attn_backends.testing.conformance import BackendConformance, MLAConformance
 from attn_backends.testing.harness import assert_matches, make_layer
 from tests.backends.mla.test_triton_mla import SHARED
 from tests.backends.triton.test_triton import SMALL
-from tests.helpers.interpreted import in_own_process, interpreted, only_interpreted, run_interpreted
+from tests.helpers.interpreted import SAMPLE, in_own_process, interpreted, only_interpreted, run_interpreted
 from tests.helpers.mutate import copied_module
 
 split_kv = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
@@ -54,7 +54,7 @@ def test_the_kit_with_short_tiles_interpreted() -> None:
     """A quarter of what prefills, and that rows are of one block."""
     chosen = "features or random or matches or head or page_sizes or cached or chunk or one_block"
     keyword = f"WithShort and not replays and ({chosen}) and {SMALL}"
-    run_interpreted(__file__, keyword, "-m", "not gpu and not long and not rest")
+    run_interpreted(__file__, keyword, *SAMPLE)
 
 
 @pytest.fixture

@@ -34,9 +34,7 @@ SEEDED: dict[str, list[tuple[str, str]]] = {  # a source, and the pieces of it t
     "short rows": [(f"{DECODE}.decode", old) for old, _ in short_rows.FAULTS.values()],
     "splits": [(f"{PREFILL}.{name}", old) for name, old, _ in splits.FAULTS.values()],
     "joins of splits": [(f"{PREFILL}.split_kernels", old) for old, _ in splits.JOIN_FAULTS.values()],
-    "wide queries": [
-        (f"{PREFILL}.hopper_kernel", old) for edits in wide_queries.FAULTS.values() for old, _ in edits[:1]
-    ],
+    "wide queries": [(f"{PREFILL}.hopper_kernel", old) for edits in wide_queries.FAULTS.values() for old, _ in edits],
 }
 
 

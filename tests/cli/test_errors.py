@@ -8,9 +8,10 @@ import random
 import shutil
 import signal
 import string
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -42,6 +43,15 @@ def run(*arguments: str, given: bytes = b"", **environ: str) -> tuple[int, str, 
     return done.returncode, done.stdout, done.stderr
 
 
+def run_onto(stdout: IO[bytes], words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
+    """Exit code and standard error of the real command, whose standard output goes to a file."""
+    with open(os.devnull, "rb") as stdin, TemporaryFile() as stderr:
+        streams = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
+        code = Forked(("-m", "attn_backends.cli.app", *words), streams, environ).wait()
+        stderr.seek(0)
+        return code, stderr.read().decode()
+
+
 def answer(model: Path, *more: str) -> tuple[str, ...]:
     return ("generate", "--model", str(model), "--device", "cpu", "--max-tokens", "3", *more)
 
@@ -64,14 +74,11 @@ def test_an_ascii_locale(model: Path) -> None:
     "more", [(), *(pytest.param((option,), marks=pytest.mark.long) for option in ("--no-stream", "--json"))]
 )
 def test_a_closed_pipe_ends_it_quietly(model: Path, more: tuple[str, ...]) -> None:
-    words = ("-m", "attn_backends.cli.app", *answer(model, "--prompt", "a", "--prompt", "b", *more))
     reads, writes = os.pipe()
-    with open(os.devnull, "rb") as stdin, open(writes, "wb") as stdout, TemporaryFile() as stderr:
-        os.close(reads)
-        done = Forked(words, [stdin.fileno(), stdout.fileno(), stderr.fileno()], os.environ | UTF8)
-        assert done.wait() == 0
-        stderr.seek(0)
-        err = stderr.read().decode()
+    os.close(reads)
+    with open(writes, "wb") as stdout:
+        code, err = run_onto(stdout, answer(model, "--prompt", "a", "--prompt", "b", *more), os.environ | UTF8)
+    assert code == 0
     assert not [word for word in (*FORBIDDEN, "error") if word in err], err
 
 
@@ -105,12 +112,9 @@ def test_an_interrupt_while_loading(model: Path, load: str) -> None:
 @pytest.mark.parametrize("words", [("list",), ("--help",), ("generate",)], ids=str)
 def test_output_that_finds_no_room(words: tuple[str, ...], model: Path) -> None:
     words = answer(model, "--prompt", "a") if words == ("generate",) else words
-    command = ("-m", "attn_backends.cli.app", *words)
-    with open(os.devnull, "rb") as stdin, open("/dev/full", "wb") as full, TemporaryFile() as stderr:
-        done = Forked(command, [stdin.fileno(), full.fileno(), stderr.fileno()], os.environ | UTF8 | QUICK)
-        assert done.wait() == 1
-        stderr.seek(0)
-        err = stderr.read().decode()
+    with open("/dev/full", "wb") as full:
+        code, err = run_onto(full, words, os.environ | UTF8 | QUICK)
+    assert code == 1
     assert err.strip() == "error: what this prints cannot be written: No space left on device"
 
 

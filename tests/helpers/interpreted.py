@@ -14,6 +14,7 @@ from tempfile import NamedTemporaryFile
 import pytest
 
 triton = pytest.importorskip("triton", reason="needs triton")
+SAMPLE = ("-m", "not gpu and not long and not rest")  # what `make test` runs
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreted, in a process of its own")
 
@@ -33,7 +34,7 @@ def interpreted(file: str, keyword: str = "") -> tuple[Callable[[], None], Calla
 
     @in_own_process
     def test_interpreted() -> None:
-        run_interpreted(file, keyword, "-m", "not gpu and not long and not rest")
+        run_interpreted(file, keyword, *SAMPLE)
 
     @pytest.mark.rest
     @in_own_process

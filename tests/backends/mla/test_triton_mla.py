@@ -28,7 +28,8 @@ triton_tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning
 SHARED = "chunk or reorder or shared_prefix or features_on_long or head_counts or host_reads"
 # Of blocks and pages each of the two within the other, and neither; NaN is kept out of every cache alike.
 LIKE_OTHERS = "split_rows and (16-16 or 16-48 or 32-64) or nan and float8"
-CORE = "matches or features or replays or nan or verify or not TestTritonMLA"  # `make test-rest` runs the others
+# The others are another test's, so that two workers share them.
+CORE = "matches or features or replays or nan or verify or not TestTritonMLA"
 TILE = {"rows": 16, "keys": 16, "warps": 4, "stages": 2, "programs": 16, "min_keys": 16}
 SHAPES = (
     BatchShape(seq_lens=(200, 5, 77), query_lens=(1, 1, 1)),
