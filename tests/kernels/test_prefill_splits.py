@@ -323,3 +323,30 @@ def test_rows_are_in_order_where_the_last_programs_would_have_long_tiles() -> No
     without = load_of([0, *[20] * 30], [9000, *[50] * 30])
     assert not waves.is_faster_in_order(without, 2, 132, 0.0)
     assert not waves.is_faster_in_order(load_of([300] * 8, [301] * 8), 1, 132, 1.0)
+
+
+def test_programs_that_sections_of_heads_leave_idle() -> None:
+    """Over random loads, by working through the lists: in the order of their lengths tiles take less time than one
+    section behind the other where that is said to leave programs idle, and nearly as much where it is not."""
+    chosen, left = [], []
+    for seed in range(300):
+        load, _, step = random_tiles(seed)
+        dice = Random(f"sections {seed}")
+        heads, section = dice.choice(((14, 1), (16, 4), (20, 5), (32, 8), (36, 1), (40, 20), (45, 7)))
+        backwards = splits.TileLoad(load.tiles[::-1], load.blocks[::-1])
+        times = waves.tile_times(backwards, step, WIDE)
+        sections = [min(section, heads - first) for first in range(0, heads, section)]
+        in_sections = taken([each for some in sections for each in np.repeat(times, some).tolist()], 132)
+        gain = taken(sorted(np.repeat(times, heads).tolist(), reverse=True), 132) / in_sections
+        leaves_idle = waves.leaves_idle_in_sections(load, heads, 132, section, WIDE, step)
+        (chosen if leaves_idle else left).append(gain)
+    assert len(chosen) > 20
+    assert max(chosen) <= 1.0
+    assert np.exp(np.log(chosen).mean()) < 0.94
+    assert min(left) > 0.92
+
+
+def test_sections_of_heads_leave_none_idle() -> None:
+    """Rows alike, or none."""
+    assert not waves.leaves_idle_in_sections(load_of([20] * 30, [50] * 30), 14, 132, 1, WIDE, 0.0)
+    assert not waves.leaves_idle_in_sections(load_of([0], [0]), 14, 132, 1, WIDE, 0.0)

@@ -26,8 +26,14 @@ from attn_backends.kernels.prefill.launch import (
 )
 from attn_backends.kernels.prefill.split_tiles import SplitTile, hopper_tile
 from attn_backends.kernels.prefill.splits import PrefillSplits, TileLoad, split_target, time_of
-from attn_backends.kernels.prefill.tiles import heads_in_l2
-from attn_backends.kernels.prefill.waves import blocks_between, faster_by_length, is_faster_in_order, last_wave
+from attn_backends.kernels.prefill.tiles import heads_in_l2, section_heads
+from attn_backends.kernels.prefill.waves import (
+    blocks_between,
+    faster_by_length,
+    is_faster_in_order,
+    last_wave,
+    leaves_idle_in_sections,
+)
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
@@ -151,15 +157,20 @@ def splits_of_a_wave(
     decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
     of_split = spec.num_kv_heads, num_programs, tile
-    if not reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
-        return None
-    is_hidden = hides_keys_before(spec, seq_lens)
+    is_hidden, longest = hides_keys_before(spec, seq_lens), int(seq_lens.max(initial=0))
     step = 0.0 if is_hidden else blocks_between(spec, tile)
+    are_alike = reads_alike(spec, load, longest, num_programs)
+    if not are_alike and (num_decodes or num_programs < _FEWEST_BESIDE * spec.num_kv_heads):
+        return None
+    section = section_heads(spec, longest, spec.dtype.itemsize, spec.num_kv_heads)
+    leaves_idle = section < spec.num_kv_heads and not num_decodes
+    leaves_idle = leaves_idle and leaves_idle_in_sections(load, *of_split[:2], section, tile, step)
     by_length = faster_by_length(load, *of_split, step)
     num_whole, target = (0, 0) if is_hidden else last_wave(load, *of_split, step, decodes, by_length)
     if target:
         return PrefillSplits(target, tile, num_whole)
-    if by_length is not None or is_faster_in_order(load, *of_split[:2], step):
+    is_faster = by_length is not None or is_faster_in_order(load, *of_split[:2], step)
+    if leaves_idle or (are_alike and is_faster):
         return PrefillSplits(0, tile, by_length=by_length is not None)
     return None
 
@@ -196,7 +207,9 @@ def timed_splits(
     return None, None
 
 
-_TILES_BESIDE = 12  # that read a head's keys at a time, so that the L2 need not hold them
+# Tiles that read a head's keys at a time, so that the L2 need not hold them, and the fewest with which memory is fast
+# enough where programs are else idle.
+_TILES_BESIDE, _FEWEST_BESIDE = 12, 3
 
 
 def reads_alike(spec: AttentionSpec, load: TileLoad, max_seq_len: int, num_programs: int) -> bool:

@@ -99,6 +99,7 @@ class PrefillVarying(NamedTuple):
     num_tiles: int
     section: int
     table_row: int
+    table_width: int
 
 
 class PrefillConstants(NamedTuple):

@@ -237,12 +237,13 @@ class PrefillKernels:
         self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, splits: TileList | None,
         is_one_block: bool,
     ) -> PrefillConstants:  # fmt: skip
-        spec = self.spec
+        spec = self.spec  # of one block a window or chunks as long hide nothing
+        is_local = self._is_local and (not is_one_block or min(self._visible[1:]) < tile.keys)
         return PrefillConstants(
             *self._logits, is_alike(key, value), PAGE_SIZE=page_size, KV_HEADS=key.shape[-2], GROUP=spec.group_size,
             BLOCK_M=tile.rows, BLOCK_N=tile.keys, DIM=self._dims.DIM, DIM_VO=self._dims.DIM_VO,
             BLOCK_DIM=self._dims.BLOCK_DIM, BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO,
-            STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(spec.dtype is torch.float32),
+            STAGES=tile.stages, LOCAL=int(is_local), EXACT=int(spec.dtype is torch.float32),
             SPLIT=int(splits is not None), ONE_BLOCK=int(is_one_block), USE_PDL=int(self._supports_pdl),
         )  # fmt: skip
 
@@ -284,7 +285,9 @@ def _prefill(
     has_sinks: int, tiled: PrefillRows, constants: PrefillConstants, block_keys: int, warps: int,
 ) -> None:  # fmt: skip
     descriptors = Descriptors(*kv_descriptors(key, value, block_keys)) if block_keys else Descriptors(None, None)
-    table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
+    table, of_table = seq_lens, (0, 0)
+    if page_table is not None:
+        table, of_table = page_table, (page_table.stride(0), page_table.shape[1])
     num_programs = (tiled.num_tiles if work_items is None else len(work_items)) * constants.KV_HEADS
     tensors = PrefillTensors(
         query, key, value, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
@@ -293,5 +296,5 @@ def _prefill(
     )  # fmt: skip
     groups = (scales, visible, Flags(has_sinks, int(lse is not None)), strides_of(query, key, value, output, lse),
               constants)  # fmt: skip
-    launch(prefill_kernel, num_programs, tensors, PrefillVarying(*tiled, stride), groups,
+    launch(prefill_kernel, num_programs, tensors, PrefillVarying(*tiled, *of_table), groups,
            warps, descriptors=descriptors, use_pdl=constants.USE_PDL > 0)  # fmt: skip

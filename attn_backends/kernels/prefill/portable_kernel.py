@@ -18,8 +18,8 @@ from attn_backends.kernels.tile_kernels import (
     write_rows,
 )
 
-_NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "window_right", "window_left",
-                 "chunk", "has_sinks", "want_lse", "lse_token"]  # fmt: skip
+_NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "table_width", "window_right",
+                 "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]  # fmt: skip
 # No code depends on whether these are aligned.
 _ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc", "sinks", "work_items", "partial_acc",
              "partial_ml"]  # fmt: skip
@@ -51,6 +51,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     num_tiles,  # of all these rows, for one KV head
     section,  # KV heads whose keys and values fit the L2 cache
     table_row,  # elements from row to row of the page table
+    table_width,  # page ids that a row of it has room for
     scale,  # f32, of logits, in base 2 unless SOFT_CAP
     value_scale,  # f32, of cached values
     soft_cap,  # f32, if SOFT_CAP
@@ -111,10 +112,10 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             _attend_block(
                 query, key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head, output,
                 lse, page_table, seq_lens, key_start_loc, sinks, row, first_token, query_len, first, head, table_row,
-                scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token,
-                query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token, SOFT_CAP,
-                SCALE_FIRST, ALIKE, PAGE_SIZE, GROUP, BLOCK_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, LOCAL,
-                USE_PDL,
+                table_width, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse,
+                query_token, query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token,
+                SOFT_CAP, SCALE_FIRST, ALIKE, PAGE_SIZE, GROUP, BLOCK_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO,
+                LOCAL, USE_PDL,
             )  # fmt: skip
     elif first < query_len * GROUP:
         seq_len = tl.load(at_item + 4) if SPLIT else tl.load(seq_lens + row)  # a list has tokens behind all rows too
@@ -213,11 +214,11 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_block(  # type: ignore[no-untyped-def]
     query, key, value, output, lse, page_table, seq_lens, key_start_loc, sinks, row, first_token, query_len, first,
-    head, table_row, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token,
-    query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token, SOFT_CAP: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_DIM_VO: tl.constexpr, LOCAL: tl.constexpr, USE_PDL: tl.constexpr,
+    head, table_row, table_width, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse,
+    query_token, query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token,
+    SOFT_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, LOCAL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend for a tile of a row that sees no more than BLOCK_N keys, and write what `prefill_kernel` does, which has
     these arguments; `key` and `value` point to the KV head's first element."""
@@ -226,32 +227,36 @@ def _attend_block(  # type: ignore[no-untyped-def]
     oldest, newest = context + first // GROUP, context + (first + (BLOCK_M - 1)) // GROUP  # positions
     start = first_key(oldest, window_left, chunk) if LOCAL else 0
     stop = tl.minimum(seq_len, newest + 1 + window_right)
+    keys = start + tl.arange(0, BLOCK_N)
+    if PAGE_SIZE == 0:
+        page, slot = tl.load(key_start_loc + row).to(tl.int64) + keys, 0
+        key_page, value_page = key_slot, value_slot
+    else:  # ids come with the row's length where that does not say which: some may be behind its last page
+        at = keys.to(tl.uint32)  # which is divided by fewer instructions
+        nth, slot = (at // PAGE_SIZE).to(tl.int32), (at % PAGE_SIZE).to(tl.int32)
+        in_table = page_table + row.to(tl.int64) * table_row + nth
+        page = tl.load(in_table, mask=nth < table_width, other=0).to(tl.int64)
     lane = first + tl.arange(0, BLOCK_M)
     acc, m_i = tl.zeros([BLOCK_M, BLOCK_DIM_VO], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if start < stop:
-        keys = start + tl.arange(0, BLOCK_N)
-        there = tl.minimum(keys, stop - 1)  # no query sees what is read twice: for finite values as good as a mask
-        if PAGE_SIZE == 0:
-            page, slot = tl.load(key_start_loc + row).to(tl.int64) + there, 0
-            key_page, value_page = key_slot, value_slot
-        else:
-            at = there.to(tl.uint32)  # which is divided by fewer instructions
-            page = tl.load(page_table + row.to(tl.int64) * table_row + at // PAGE_SIZE).to(tl.int64)
-            slot = (at % PAGE_SIZE).to(tl.int32)
+        there = (keys < stop)[:, None]
         dims, dims_vo = tl.arange(0, BLOCK_DIM)[None], tl.arange(0, BLOCK_DIM_VO)[None]
         k_rows = (page * key_page + slot * key_slot)[:, None]
         v_rows = k_rows
         if not ALIKE:
             v_rows = (page * value_page + slot * value_slot)[:, None]
-        # Volatile, so that all are asked for before queries are waited for, which are scaled first.
+        # All are asked for before queries are waited for: those to be scaled by volatile loads too, of which no
+        # compiler puts one behind what is made of another.
         IS_SCALED: tl.constexpr = key.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16
-        k = tl.load(key + k_rows + dims, mask=dims < DIM, other=0.0, volatile=IS_SCALED)
-        v = tl.load(value + v_rows + dims_vo, mask=dims_vo < DIM_VO, other=0.0, volatile=IS_SCALED)
+        k = tl.load(key + k_rows + dims, mask=there & (dims < DIM), other=0.0, volatile=IS_SCALED)
+        v = tl.load(value + v_rows + dims_vo, mask=there & (dims_vo < DIM_VO), other=0.0, volatile=IS_SCALED)
         token = lane // GROUP
         q_at = query + (first_token + token).to(tl.int64)[:, None] * query_token
         q_at += (head * GROUP + lane % GROUP)[:, None] * query_head + dims
         queries = tl.load(q_at, mask=(token < query_len)[:, None] & (dims < DIM), other=0.0, volatile=IS_SCALED)
+        if USE_PDL:
+            tl.debug_barrier()
         queries, k, v = once_loaded(queries, USE_PDL), once_loaded(k, USE_PDL), once_loaded(v, USE_PDL)
         if IS_SCALED:
             q_scale = row_amax(queries)

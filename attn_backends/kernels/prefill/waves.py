@@ -25,6 +25,7 @@ from attn_backends.spec import AttentionSpec
 _LEAST_OF_A_WAVE = 0.045  # part of the time, below which a last wave is not split, and rows come as they are
 _MOST_WAVES = 22  # of whole tiles, behind which a last one that leaves multiprocessors idle costs little
 _MOST_IN_ORDER = 32  # waves of tiles that are ordered: of more the host works it out for long, and little is gained
+_LEAST_IDLE = 0.15  # part of the time, above which sections of heads leave programs idle: at tuning seeds 380 to 469
 _SHORT = 8  # blocks of a tile in the mean, up to which one is sooner counted than looked up in a list
 
 
@@ -189,6 +190,27 @@ def faster_by_length(
     is_short = float(times.mean()) <= tile.of_a_block * _SHORT + tile.of_a_tile
     by_length = by_length_time(times, num_kv_heads, num_programs)
     return None if is_short or by_length >= (1 - _LEAST_OF_A_WAVE) * as_they_come else by_length
+
+
+def leaves_idle_in_sections(
+    load: TileLoad, num_kv_heads: int, num_programs: int, section: int, tile: SplitTile, step: float
+) -> bool:  # fmt: skip
+    """Whether tiles that are whole leave programs idle for long as they come else: one section of KV heads behind the
+    other, so that the longest of the last one begin when nearly all others have ended. In the order of their lengths
+    the shortest do.
+
+    Args:
+        section: KV heads.
+        step: as of `last_wave`.
+    """
+    of_each = num_kv_heads / num_programs
+    whole = float(load.tiles @ _time_of_tiles(tile, load.blocks - step * np.maximum(load.tiles - 1, 0) / 2)) * of_each
+    if _time_of_tiles(tile, float(load.blocks.max(initial=0))) <= _LEAST_IDLE * whole:
+        return False
+    times = tile_times(TileLoad(load.tiles[::-1], load.blocks[::-1]), step, tile)
+    of_last = num_kv_heads - (num_kv_heads - 1) // section * section
+    from_here = np.cumsum(times[::-1])[::-1] * (of_last / num_programs)  # of the last section
+    return bool((times - from_here).max(initial=0) - times.min(initial=np.inf) > _LEAST_IDLE * whole)
 
 
 def is_faster_in_order(load: TileLoad, num_kv_heads: int, num_programs: int, step: float) -> bool:

@@ -35,7 +35,7 @@ SEEN: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 SEEDS = 32
 FAULTS = {
-    "keys behind the last are read": ("there = tl.minimum(keys, stop - 1)", "there = keys"),
+    "keys behind the last are read": ("there = (keys < stop)[:, None]", "there = (keys >= start)[:, None]"),
     "the last key counts once more": ("positions + window_right, stop - 1)", "positions + window_right, stop)"),
     "the last key is not seen": ("positions + window_right, stop - 1)", "positions + window_right, stop - 2)"),
     "keys before a window are seen": ("keys[None] >= low[:, None]", "keys[None] >= 0 * low[:, None]"),
@@ -46,15 +46,16 @@ FAULTS = {
     "the last keys of a tile that ends within a token": (
         "(first + (BLOCK_M - 1)) // GROUP  # positions\n    start =",
         "first // GROUP + BLOCK_M // GROUP - 1\n    start ="),
-    "all keys are of the first page": ("table_row + at // PAGE_SIZE)", "table_row + at * 0)"),
-    "all rows have the first one's pages": ("row.to(tl.int64) * table_row + at", "first_row * table_row + at"),
-    "keys of the first row": ("tl.load(key_start_loc + row).to(tl.int64) + there", "there.to(tl.int64)"),
+    "all keys are of the first page": ("nth, slot = (at // PAGE_SIZE)", "nth, slot = (at * 0)"),
+    "the last page of a table is not read": ("nth < table_width", "nth < table_width - 1"),
+    "all rows have the first one's pages": ("page_table + row.to(tl.int64) * table_row + nth", "page_table + nth"),
+    "keys of the first row": ("tl.load(key_start_loc + row).to(tl.int64) + keys", "keys.to(tl.int64)"),
     "values lie as keys do": ("        if not ALIKE:\n", "        if False:\n"),
     "queries of the first KV head": ("(head * GROUP + lane % GROUP)[:, None] * query_head + dims",
                                      "(lane % GROUP)[:, None] * query_head + dims"),
     "queries of the first tile": ("lane = first + tl.arange(0, BLOCK_M)\n    acc",
                                   "lane = tl.arange(0, BLOCK_M)\n    acc"),
-    "columns behind a head": ("k_rows + dims, mask=dims < DIM,", "k_rows + dims, mask=dims >= 0,"),
+    "columns behind a head": ("k_rows + dims, mask=there & (dims < DIM),", "k_rows + dims, mask=there & (dims >= 0),"),
     "weights are not scaled": ("logits *= logit_scale(scale, SCALE_FIRST)\n        m_i", "m_i"),
     "queries of a row that keep their scale": ("logits *= q_scale[:, None]", "logits *= 1.0"),
     "values are not scaled": ("m_i, l_i, lane, head, first_token, query_len, value_scale, out_token, out_head,\n"
@@ -73,6 +74,20 @@ FEW = (  # layers, rows and tiles in which each fault is seen
 )
 
 test_interpreted, test_more_interpreted = interpreted(__file__)
+
+
+@pytest.fixture
+def varying(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What differs from launch to launch, and constants, of each launch of the portable kernel."""
+    seen: list[Any] = []
+    start = launch.launch
+
+    def noting(kernel: Any, grid: Any, tensors: Any, varying: Any, groups: Any, *given: Any, **more: Any) -> None:
+        seen.append((varying, groups[-1]))
+        start(kernel, grid, tensors, varying, groups, *given, **more)
+
+    monkeypatch.setattr(launch, "launch", noting)
+    return seen
 
 
 @pytest.fixture
@@ -169,4 +184,40 @@ def test_rows_that_see_no_key_give_zeros(launched: list[bool]) -> None:
     spec = AttentionSpec(4, 2, 64, dtype=torch.float16, causal=False, attention_type=AttentionType.CROSS)
     check(spec, [0, 5, 32], [3, 4, 20], TILES[0])
     assert launched
+    assert all(launched)
+
+
+@only_interpreted
+def test_a_page_table_is_read_as_far_as_it_is_wide(
+    launched: list[bool], varying: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids are asked for before a row's length is known: here of a table whose columns are a wider one's first."""
+    prefill = launch._prefill
+
+    def in_wider(*given: Any) -> None:
+        table = given[5]
+        wide = torch.nn.functional.pad(table, (0, 3), value=1 << 20)
+        prefill(*given[:5], wide[:, : table.shape[1]], *given[6:])
+
+    monkeypatch.setattr(launch, "_prefill", in_wider)
+    check(AttentionSpec(4, 2, 64, dtype=torch.float16), [20, 60], [9, 3], TILES[2])
+    assert {(numbers.table_row, numbers.table_width) for numbers, _ in varying} == {(7, 4)}
+    assert all(launched)
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("seen", "is_local"),
+    [
+        ({"window_left": 63}, 1), ({"window_left": 64}, 0), ({"window_left": 1 << 20}, 0), ({"chunk_size": 63}, 1),
+        ({"chunk_size": 64}, 0), ({"chunk_size": 64, "causal": False}, 0), ({"window_left": 30, "causal": False}, 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_windows_as_long_as_a_block_hide_nothing(
+    seen: dict[str, Any], is_local: int, launched: list[bool], varying: list[Any]
+) -> None:  # fmt: skip
+    (tile,) = {tile for tile in TILES if (tile.rows, tile.keys) == (64, 64)}
+    check(AttentionSpec(4, 2, 64, dtype=torch.float16, **seen), [64, 63, 5], [20, 3, 5], tile)
+    assert {constants.LOCAL for _, constants in varying} == {is_local}
     assert all(launched)
