@@ -162,7 +162,7 @@ def splits_of_a_wave(
     are_alike = reads_alike(spec, load, longest, num_programs)
     if not are_alike and (num_decodes or num_programs < _FEWEST_BESIDE * spec.num_kv_heads):
         return None
-    section = section_heads(spec, longest, spec.dtype.itemsize, spec.num_kv_heads)
+    section = section_heads(spec, longest, _itemsize(spec, tile), spec.num_kv_heads)
     leaves_idle = section < spec.num_kv_heads and not num_decodes
     leaves_idle = leaves_idle and leaves_idle_in_sections(load, *of_split[:2], section, tile, step)
     by_length = faster_by_length(load, *of_split, step)
@@ -173,6 +173,12 @@ def splits_of_a_wave(
     if leaves_idle or (are_alike and is_faster):
         return PrefillSplits(0, tile, by_length=by_length is not None)
     return None
+
+
+def _itemsize(spec: AttentionSpec, tile: SplitTile) -> int:
+    """Bytes of a number as the kernel that a tile is of reads keys: those of 8 bits may be made 16 first."""
+    are_16_bits = tile.beside > 0 and tile == hopper_tile(of_fresh_keys(spec))
+    return (spec.dtype if are_16_bits else spec.cache_dtype).itemsize
 
 
 def hides_keys_before(spec: AttentionSpec, seq_lens: IntArray) -> bool:
@@ -238,7 +244,7 @@ def decode_time(spec: AttentionSpec, tile: SplitTile, seq_lens: IntArray, device
 
 def _usual_tile(spec: AttentionSpec, tile: SplitTile) -> SplitTile:
     """The usual one of the kernel that a tile is of; keys of 8 bits may be made 16 first."""
-    if not tile.beside or (spec.cache_dtype is not spec.dtype and tile == hopper_tile(of_fresh_keys(spec))):
+    if not tile.beside or (spec.cache_dtype is not spec.dtype and _itemsize(spec, tile) == spec.dtype.itemsize):
         return tile
     return hopper_tile(spec)
 

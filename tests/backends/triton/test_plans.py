@@ -115,14 +115,26 @@ def test_tiles_of_half_the_size_are_in_order_too() -> None:
 
 def test_long_rows_of_many_heads_come_first_where_sections_would_end_with_them() -> None:
     """One of 60 rows sees 68,000 keys: of the last of 14 heads its tiles would begin when all else has ended. As they
-    come with decodes, which are busy then, and with too many heads, of which few tiles read the same keys at a time."""
+    come with decodes, which are busy then, and with more heads than 44, of which fewer than three tiles at a time read
+    the same keys."""
     tokens = np.full(60, 1000, np.int32)
     keys = np.full(60, 1100, np.int32)
     keys[7] = 68_000
-    for heads, num_decodes, is_listed in ((14, 0, True), (14, 1, False), (64, 0, False)):
+    for heads, num_decodes, is_listed in ((14, 0, True), (14, 1, False), (44, 0, True), (45, 0, False)):
         spec = layer(num_qo_heads=heads, num_kv_heads=heads)
         found = rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), tokens, keys, num_decodes, DEVICE)
         assert (found is not None) == is_listed
     alike = np.full(60, 2200, np.int32)
     spec = layer(num_qo_heads=14, num_kv_heads=14)
     assert rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), tokens, alike, 0, DEVICE) is None
+
+
+def test_many_rows_come_with_the_longest_first_where_it_is_the_first_else_last() -> None:
+    """More than are ordered by the lengths of their tiles."""
+    spec = layer(num_qo_heads=2, num_kv_heads=2)
+    tokens, keys = np.full(101, 500, np.int32), np.full(101, 3000, np.int32)
+    tokens[0], keys[0] = 5000, 20_000
+    given = split_tiles.hopper_tile(spec), tokens, keys, 0, DEVICE
+    found = rules.splits_of_a_wave(spec, *given)
+    assert (found.target, found.by_length) == (0, False)
+    assert rules.splits_of_a_wave(spec, given[0], tokens[::-1], keys[::-1], 0, DEVICE) is None
