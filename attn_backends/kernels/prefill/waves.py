@@ -195,9 +195,9 @@ def faster_by_length(
 def leaves_idle_in_sections(
     load: TileLoad, num_kv_heads: int, num_programs: int, section: int, tile: SplitTile, step: float
 ) -> bool:  # fmt: skip
-    """Whether tiles that are whole leave programs idle for long as they come else: one section of KV heads behind the
-    other, so that the longest of the last one begin when nearly all others have ended. In the order of their lengths
-    the shortest do.
+    """Whether tiles that are whole leave programs idle for longer as they come else than in the order of their lengths:
+    one section of KV heads behind the other, so that the longest of the last one begin when nearly all others have
+    ended.
 
     Args:
         section: KV heads.
@@ -205,12 +205,24 @@ def leaves_idle_in_sections(
     """
     of_each = num_kv_heads / num_programs
     whole = float(load.tiles @ _time_of_tiles(tile, load.blocks - step * np.maximum(load.tiles - 1, 0) / 2)) * of_each
-    if _time_of_tiles(tile, float(load.blocks.max(initial=0))) <= _LEAST_IDLE * whole:
+    if not load.tiles.any() or _time_of_tiles(tile, float(load.blocks.max())) <= _LEAST_IDLE * whole:
         return False
     times = tile_times(TileLoad(load.tiles[::-1], load.blocks[::-1]), step, tile)
     of_last = num_kv_heads - (num_kv_heads - 1) // section * section
-    from_here = np.cumsum(times[::-1])[::-1] * (of_last / num_programs)  # of the last section
-    return bool((times - from_here).max(initial=0) - times.min(initial=np.inf) > _LEAST_IDLE * whole)
+    by_length = np.sort(times)[::-1]  # of which the last one to begin is as long as the shortest at least
+    in_order = max(_idle_time(by_length, of_each), float(by_length[-1]), float(by_length[0]) - whole)
+    return _idle_time(times, of_last / num_programs) - in_order > _LEAST_IDLE * whole
+
+
+def _idle_time(times: NDArray[np.floating[Any]], of_each: float) -> float:
+    """For how long programs are idle that work through tiles in such an order, at most: each tile begins once all have
+    worked off what is in front of it.
+
+    Args:
+        times: of tiles of a KV head.
+        of_each: KV heads that have such tiles at the end, by programs.
+    """
+    return float((times - np.cumsum(times[::-1])[::-1] * of_each).max())
 
 
 def is_faster_in_order(load: TileLoad, num_kv_heads: int, num_programs: int, step: float) -> bool:

@@ -124,9 +124,34 @@ def test_long_rows_of_many_heads_come_first_where_sections_would_end_with_them()
         spec = layer(num_qo_heads=heads, num_kv_heads=heads)
         found = rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), tokens, keys, num_decodes, DEVICE)
         assert (found is not None) == is_listed
-    alike = np.full(60, 2200, np.int32)
     spec = layer(num_qo_heads=14, num_kv_heads=14)
-    assert rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), tokens, alike, 0, DEVICE) is None
+    for alike in (2200, 12_000):  # of all heads, or of some, in the L2
+        keys = np.full(60, alike, np.int32)
+        assert rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), tokens, keys, 0, DEVICE) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "window_left", "num_decodes", "target"),
+    [(28, -1, 0, 132), (28, -1, 1, 0), (28, 8000, 0, 0), (45, -1, 0, 0)],
+    ids=str,
+)
+def test_a_last_wave_of_many_heads_is_split(heads: int, window_left: int, num_decodes: int, target: int) -> None:
+    """Though fewer tiles read the same keys at a time then; not beside decodes, nor of too many heads or of windows."""
+    spec = layer(num_qo_heads=heads, num_kv_heads=heads, window_left=window_left)
+    tokens, keys = np.array([1, 1248], np.int32), np.array([100, 14_593], np.int32)
+    lens = (tokens, keys) if num_decodes else (tokens[1:], keys[1:])
+    found = rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), *lens, num_decodes, DEVICE)
+    assert (found.target if found else 0) == target
+
+
+def test_short_tiles_of_all_heads_at_once_come_as_they_are() -> None:
+    """With the long row first, which is last then: of heads in sections they would not."""
+    tokens, keys = np.full(400, 200, np.int32), np.full(400, 300, np.int32)
+    tokens[0], keys[0] = 500, 12_000
+    for heads, is_listed in ((2, False), (14, True)):
+        spec = layer(num_qo_heads=heads, num_kv_heads=heads)
+        found = rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), tokens, keys, 0, DEVICE)
+        assert (found is not None) == is_listed
 
 
 def test_many_rows_come_with_the_longest_first_where_it_is_the_first_else_last() -> None:
