@@ -136,7 +136,7 @@ def test_which_of_several_tensors_is_not_aligned_matters() -> None:
     [
         ("backends.triton.kernels.decode", "decode_kernel", ["table_row", "most_short"]),
         ("kernels.prefill.portable_kernel", "prefill_kernel",
-         ["first_row", "num_rows", "num_tiles", "section", "table_row"]),
+         ["first_row", "num_rows", "num_tiles", "section", "table_row", "table_width"]),
         ("kernels.prefill.hopper_kernel", "prefill_hopper_kernel",
          ["first_row", "num_rows", "section", "table_row", "max_items"]),
         ("kernels.prefill.list_kernel", "list_kernel",

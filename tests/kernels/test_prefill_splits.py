@@ -329,7 +329,7 @@ def test_programs_that_sections_of_heads_leave_idle() -> None:
     """Over random loads, by working through the lists: in the order of their lengths tiles take less time than one
     section behind the other where that is said to leave programs idle, and nearly as much where it is not."""
     chosen, left = [], []
-    for seed in range(300):
+    for seed in range(400):
         load, _, step = random_tiles(seed)
         dice = Random(f"sections {seed}")
         heads, section = dice.choice(((14, 1), (16, 4), (20, 5), (32, 8), (36, 1), (40, 20), (45, 7)))
@@ -347,6 +347,15 @@ def test_programs_that_sections_of_heads_leave_idle() -> None:
 
 
 def test_sections_of_heads_leave_none_idle() -> None:
-    """Rows alike, or none."""
+    """Of rows alike, of the longest at the end, which comes first, of fewer tiles than programs, or of none; many tiles
+    are not asked for."""
+    long, short = [8, *[8] * 59], [538, *[9] * 59]
+    assert waves.leaves_idle_in_sections(load_of(long, short), 14, 132, 14, WIDE, 1.0)
+    assert not waves.leaves_idle_in_sections(load_of(long, short[::-1]), 14, 132, 14, WIDE, 1.0)
+    few = load_of([1, 1], [30, 600])
+    assert not any(waves.leaves_idle_in_sections(few, heads, 132, 1, WIDE, 0.0) for heads in (16, 65))
+    for count, is_asked in ((2048, True), (2049, False)):
+        many = load_of([4, *[1] * (count - 4)], [6000, *[9] * (count - 4)])
+        assert waves.leaves_idle_in_sections(many, 14, 132, 1, WIDE, 1.0) == is_asked
     assert not waves.leaves_idle_in_sections(load_of([20] * 30, [50] * 30), 14, 132, 1, WIDE, 0.0)
     assert not waves.leaves_idle_in_sections(load_of([0], [0]), 14, 132, 1, WIDE, 0.0)

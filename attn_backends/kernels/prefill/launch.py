@@ -237,8 +237,8 @@ class PrefillKernels:
         self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, splits: TileList | None,
         is_one_block: bool,
     ) -> PrefillConstants:  # fmt: skip
-        spec = self.spec  # of one block a window or chunks as long hide nothing
-        is_local = self._is_local and (not is_one_block or min(self._visible[1:]) < tile.keys)
+        spec, (_, window_left, chunk) = self.spec, self._visible  # as long as a block they hide nothing of it
+        is_local = self._is_local and (not is_one_block or min(window_left + 1, chunk) < tile.keys)
         return PrefillConstants(
             *self._logits, is_alike(key, value), PAGE_SIZE=page_size, KV_HEADS=key.shape[-2], GROUP=spec.group_size,
             BLOCK_M=tile.rows, BLOCK_N=tile.keys, DIM=self._dims.DIM, DIM_VO=self._dims.DIM_VO,

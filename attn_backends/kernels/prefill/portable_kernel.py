@@ -246,8 +246,8 @@ def _attend_block(  # type: ignore[no-untyped-def]
         v_rows = k_rows
         if not ALIKE:
             v_rows = (page * value_page + slot * value_slot)[:, None]
-        # All are asked for before queries are waited for: those to be scaled by volatile loads too, of which no
-        # compiler puts one behind what is made of another.
+        # All are asked for before queries are waited for: compilers put no load behind the barrier below, nor a
+        # volatile one behind what is made of another, as where queries are scaled first.
         IS_SCALED: tl.constexpr = key.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16
         k = tl.load(key + k_rows + dims, mask=there & (dims < DIM), other=0.0, volatile=IS_SCALED)
         v = tl.load(value + v_rows + dims_vo, mask=there & (dims_vo < DIM_VO), other=0.0, volatile=IS_SCALED)

@@ -26,6 +26,7 @@ _LEAST_OF_A_WAVE = 0.045  # part of the time, below which a last wave is not spl
 _MOST_WAVES = 22  # of whole tiles, behind which a last one that leaves multiprocessors idle costs little
 _MOST_IN_ORDER = 32  # waves of tiles that are ordered: of more the host works it out for long, and little is gained
 _LEAST_IDLE = 0.15  # part of the time, above which sections of heads leave programs idle: at tuning seeds 380 to 469
+_MOST_BY_LENGTH = 2048  # tiles of a KV head that are sorted for it
 _SHORT = 8  # blocks of a tile in the mean, up to which one is sooner counted than looked up in a list
 
 
@@ -205,7 +206,10 @@ def leaves_idle_in_sections(
     """
     of_each = num_kv_heads / num_programs
     whole = float(load.tiles @ _time_of_tiles(tile, load.blocks - step * np.maximum(load.tiles - 1, 0) / 2)) * of_each
-    if not load.tiles.any() or _time_of_tiles(tile, float(load.blocks.max())) <= _LEAST_IDLE * whole:
+    count = int(load.tiles.sum())
+    if count > _MOST_BY_LENGTH or count * num_kv_heads < num_programs:
+        return False
+    if _time_of_tiles(tile, float(load.blocks.max())) <= _LEAST_IDLE * whole:
         return False
     times = tile_times(TileLoad(load.tiles[::-1], load.blocks[::-1]), step, tile)
     of_last = num_kv_heads - (num_kv_heads - 1) // section * section

@@ -13,6 +13,7 @@ import torch
 from attn_backends import AttentionSpec, get_backend
 from attn_backends.spec import AttentionType
 from attn_backends.testing.cases.random_batch import random_batch, with_freed_pages
+from tests.helpers.checked_reads import check_reads
 from tests.helpers.interpreted import INTERPRETED, interpreted, only_interpreted
 from tests.helpers.mutate import copied_module
 from tests.helpers.placed_caches import PLACES, check_placed
@@ -48,6 +49,8 @@ FAULTS = {
         "first // GROUP + BLOCK_M // GROUP - 1\n    start ="),
     "all keys are of the first page": ("nth, slot = (at // PAGE_SIZE)", "nth, slot = (at * 0)"),
     "the last page of a table is not read": ("nth < table_width", "nth < table_width - 1"),
+    "ids behind the last of a table are read": ("nth < table_width", "nth <= table_width"),
+    "a table is taken to be as wide as its rows are apart": ("nth < table_width", "nth < table_row"),
     "all rows have the first one's pages": ("page_table + row.to(tl.int64) * table_row + nth", "page_table + nth"),
     "keys of the first row": ("tl.load(key_start_loc + row).to(tl.int64) + keys", "keys.to(tl.int64)"),
     "values lie as keys do": ("        if not ALIKE:\n", "        if False:\n"),
@@ -77,31 +80,23 @@ test_interpreted, test_more_interpreted = interpreted(__file__)
 
 
 @pytest.fixture
-def varying(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What differs from launch to launch, and constants, of each launch of the portable kernel."""
-    seen: list[Any] = []
-    start = launch.launch
-
-    def noting(kernel: Any, grid: Any, tensors: Any, varying: Any, groups: Any, *given: Any, **more: Any) -> None:
-        seen.append((varying, groups[-1]))
-        start(kernel, grid, tensors, varying, groups, *given, **more)
-
-    monkeypatch.setattr(launch, "launch", noting)
-    return seen
-
-
-@pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each launch of the portable kernel attends at once, where the kernel for Hopper would serve else."""
+    """Whether each launch of the portable kernel attends at once, where the kernel for Hopper would serve else. It gets
+    a page table as wide as the longest row has pages, in a wider one, and interpreted reads nothing but its tensors."""
     seen: list[bool] = []
     if INTERPRETED:
         for where in (rules, layers):
             monkeypatch.setattr(where, "suits_hopper_kernel", lambda *_: True)
+        check_reads(monkeypatch, launch)
     prefill = launch._prefill
 
     def noting(*given: Any) -> None:
-        seen.append(given[-3].ONE_BLOCK == 1)
-        prefill(*given)
+        constants, table, seq_lens = given[-3], given[5], given[6]
+        seen.append(constants.ONE_BLOCK == 1)
+        if table is not None:
+            width = -(-int(seq_lens.max()) // constants.PAGE_SIZE)
+            table = torch.nn.functional.pad(table[:, :width], (0, 3), value=1 << 20)[:, :width]
+        prefill(*given[:5], table, *given[6:])
 
     monkeypatch.setattr(launch, "_prefill", noting)
     return seen
@@ -188,36 +183,25 @@ def test_rows_that_see_no_key_give_zeros(launched: list[bool]) -> None:
 
 
 @only_interpreted
-def test_a_page_table_is_read_as_far_as_it_is_wide(
-    launched: list[bool], varying: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ids are asked for before a row's length is known: here of a table whose columns are a wider one's first."""
-    prefill = launch._prefill
-
-    def in_wider(*given: Any) -> None:
-        table = given[5]
-        wide = torch.nn.functional.pad(table, (0, 3), value=1 << 20)
-        prefill(*given[:5], wide[:, : table.shape[1]], *given[6:])
-
-    monkeypatch.setattr(launch, "_prefill", in_wider)
-    check(AttentionSpec(4, 2, 64, dtype=torch.float16), [20, 60], [9, 3], TILES[2])
-    assert {(numbers.table_row, numbers.table_width) for numbers, _ in varying} == {(7, 4)}
-    assert all(launched)
-
-
-@only_interpreted
 @pytest.mark.parametrize(
     ("seen", "is_local"),
     [
-        ({"window_left": 63}, 1), ({"window_left": 64}, 0), ({"window_left": 1 << 20}, 0), ({"chunk_size": 63}, 1),
+        ({"window_left": 62}, 1), ({"window_left": 63}, 0), ({"window_left": 1 << 20}, 0), ({"chunk_size": 63}, 1),
         ({"chunk_size": 64}, 0), ({"chunk_size": 64, "causal": False}, 0), ({"window_left": 30, "causal": False}, 1),
     ],
     ids=str,
 )  # fmt: skip
 def test_windows_as_long_as_a_block_hide_nothing(
-    seen: dict[str, Any], is_local: int, launched: list[bool], varying: list[Any]
-) -> None:  # fmt: skip
+    seen: dict[str, Any], is_local: int, launched: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, prefill = set(), launch._prefill
+
+    def noting(*given: Any) -> None:
+        found.add(given[-3].LOCAL)
+        prefill(*given)
+
+    monkeypatch.setattr(launch, "_prefill", noting)
     (tile,) = {tile for tile in TILES if (tile.rows, tile.keys) == (64, 64)}
     check(AttentionSpec(4, 2, 64, dtype=torch.float16, **seen), [64, 63, 5], [20, 3, 5], tile)
-    assert {constants.LOCAL for _, constants in varying} == {is_local}
+    assert found == {is_local}
     assert all(launched)

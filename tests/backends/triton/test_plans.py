@@ -130,6 +130,15 @@ def test_long_rows_of_many_heads_come_first_where_sections_would_end_with_them()
         assert rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), tokens, keys, 0, DEVICE) is None
 
 
+def test_rows_of_sections_that_leave_none_idle_for_long_come_as_they_are() -> None:
+    """Though in the order of their lengths they would be sooner done, but for reading keys more often."""
+    tokens, keys = np.full(7, 800, np.int32), np.array([5000, 5000, 5000, 2500, 2500, 2500, 2500], np.int32)
+    for heads, is_listed in ((16, True), (20, False)):
+        spec = layer(num_qo_heads=heads, num_kv_heads=heads)
+        found = rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), tokens, keys, 0, DEVICE)
+        assert (found is not None) == is_listed
+
+
 @pytest.mark.parametrize(
     ("heads", "window_left", "num_decodes", "target"),
     [(28, -1, 0, 132), (28, -1, 1, 0), (28, 8000, 0, 0), (45, -1, 0, 0)],
