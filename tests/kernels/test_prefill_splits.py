@@ -341,7 +341,7 @@ def test_programs_that_sections_of_heads_leave_idle() -> None:
         leaves_idle = waves.leaves_idle_in_sections(load, heads, 132, section, WIDE, step)
         (chosen if leaves_idle else left).append(gain)
     assert len(chosen) > 20
-    assert max(chosen) <= 1.0
+    assert max(chosen) < 1.03
     assert np.exp(np.log(chosen).mean()) < 0.94
     assert min(left) > 0.92
 
