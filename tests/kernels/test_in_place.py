@@ -20,9 +20,9 @@ TEXTS = {".".join(path.relative_to(ROOT).with_suffix("").parts): text for path, 
 MERGE = "attn_backends.kernels.merge_state_triton"
 BARRIER = re.compile(r"^ *tl\.debug_barrier\(\).*\n", re.MULTILINE)
 DECODE = "attn_backends.backends.triton.kernels.decode"
-# Between the atomic by which one thread finds that other programs have stored, and the loads of all threads; and one
-# that only keeps the compiler from asking for keys later.
-FOR_OTHERS = {(DECODE, nth) for nth in (2, 3, 4)}
+# Between the atomic by which one thread finds that other programs have stored, and the loads of all threads; and two
+# that only keep the compiler from asking for keys later.
+FOR_OTHERS = {*((DECODE, nth) for nth in (2, 3, 4)), ("attn_backends.kernels.prefill.portable_kernel", 0)}
 BARRIERS = sorted({(module, nth) for module, text in TEXTS.items() for nth in range(len(BARRIER.findall(text)))}
                   - FOR_OTHERS)  # fmt: skip
 

@@ -425,7 +425,7 @@ def test_the_portable_prefill_waits_before_it_reads() -> None:
 @pytest.mark.parametrize(
     ("dim", "rows", "keys", "warps", "is_8_bit"),
     [(256, 64, 32, 4, False), (256, 16, 128, 8, True), (128, 64, 64, 4, True), (128, 16, 128, 4, False),
-     (64, 64, 128, 4, True)],
+     (64, 64, 128, 4, True), (128, 16, 64, 4, False), (64, 16, 64, 4, False)],
     ids=str,
 )  # fmt: skip
 def test_one_block_is_asked_for_at_once(dim: int, rows: int, keys: int, warps: int, is_8_bit: bool) -> None:
