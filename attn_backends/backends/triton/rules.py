@@ -162,23 +162,17 @@ def splits_of_a_wave(
     are_alike = reads_alike(spec, load, longest, num_programs)
     if not are_alike and (num_decodes or num_programs < _FEWEST_BESIDE * spec.num_kv_heads):
         return None
-    section = section_heads(spec, longest, _itemsize(spec, tile), spec.num_kv_heads)
-    leaves_idle = section < spec.num_kv_heads and not num_decodes
-    leaves_idle = leaves_idle and leaves_idle_in_sections(load, *of_split[:2], section, tile, step)
     by_length = faster_by_length(load, *of_split, step)
     num_whole, target = (0, 0) if is_hidden else last_wave(load, *of_split, step, decodes, by_length)
     if target:
         return PrefillSplits(target, tile, num_whole)
-    is_faster = by_length is not None or is_faster_in_order(load, *of_split[:2], step)
-    if leaves_idle or (are_alike and is_faster):
+    is_faster = are_alike and (by_length is not None or is_faster_in_order(load, *of_split[:2], step))
+    read = spec.dtype if _reads_fresh_keys(spec, tile) else spec.cache_dtype
+    section = section_heads(spec, longest, read.itemsize, spec.num_kv_heads)
+    may_be_idle = section < spec.num_kv_heads and not num_decodes
+    if is_faster or (may_be_idle and leaves_idle_in_sections(load, *of_split[:2], section, tile, step)):
         return PrefillSplits(0, tile, by_length=by_length is not None)
     return None
-
-
-def _itemsize(spec: AttentionSpec, tile: SplitTile) -> int:
-    """Bytes of a number as the kernel that a tile is of reads keys: those of 8 bits may be made 16 first."""
-    are_16_bits = tile.beside > 0 and tile == hopper_tile(of_fresh_keys(spec))
-    return (spec.dtype if are_16_bits else spec.cache_dtype).itemsize
 
 
 def hides_keys_before(spec: AttentionSpec, seq_lens: IntArray) -> bool:
@@ -244,9 +238,13 @@ def decode_time(spec: AttentionSpec, tile: SplitTile, seq_lens: IntArray, device
 
 def _usual_tile(spec: AttentionSpec, tile: SplitTile) -> SplitTile:
     """The usual one of the kernel that a tile is of; keys of 8 bits may be made 16 first."""
-    if not tile.beside or (spec.cache_dtype is not spec.dtype and _itemsize(spec, tile) == spec.dtype.itemsize):
-        return tile
-    return hopper_tile(spec)
+    return tile if not tile.beside or _reads_fresh_keys(spec, tile) else hopper_tile(spec)
+
+
+def _reads_fresh_keys(spec: AttentionSpec, tile: SplitTile) -> bool:
+    """Whether a tile is the usual one of the kernel for Hopper over keys of the queries' dtype, as a cache's are made
+    first."""
+    return tile.beside > 0 and tile == hopper_tile(of_fresh_keys(spec))
 
 
 def decode_tokens(

@@ -219,12 +219,12 @@ def leaves_idle_in_sections(
 
 
 def _idle_time(times: NDArray[np.floating[Any]], of_each: float) -> float:
-    """For how long programs are idle that work through tiles in such an order, at most: each tile begins once all have
+    """For how long programs are idle at most, which work through tiles in this order: each tile begins once all have
     worked off what is in front of it.
 
     Args:
         times: of tiles of a KV head.
-        of_each: KV heads that have such tiles at the end, by programs.
+        of_each: KV heads whose tiles come at the end, divided by the number of programs.
     """
     return float((times - np.cumsum(times[::-1])[::-1] * of_each).max())
 
