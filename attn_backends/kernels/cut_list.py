@@ -48,6 +48,7 @@ class CutNumbers(NamedTuple):
     much_alike: int
     part_keys: int
     whole_keys: int
+    halves: int
     num_programs: int
     window_left: int
     chunk: int
@@ -76,6 +77,7 @@ class Filling(NamedTuple):
     much_alike: int  # blocks, by which a multiprocessor may have more than others where rows are apart
     part_keys: int = 0  # of the shortest parts of rows, where programs are to spare; 0: as many as of others
     whole_keys: int = 0  # of a row, up to which it is no such parts
+    halves: int = 1  # that such parts, and whole rows beside them, are in: 2 of a row's queries
 
 
 def max_split_items(max_cuts: int) -> int:

@@ -16,10 +16,11 @@ LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner re
 PART_SIZES = tl.constexpr(3)  # of short parts that are tried at most, each twice the one before
 MOST_PART_KEYS = tl.constexpr(64)  # of a short part
 MANY_PARTS = tl.constexpr(128)  # of a row, behind which fewer that are longer are faster
-LISTED_PAGES = tl.constexpr(4)  # page ids that are listed with a work item, of its first keys
+LISTED_PAGES = tl.constexpr(8)  # page ids that are listed with a work item, of its first keys
+HALF = tl.constexpr(1 << 16)  # of a work item's query tokens: so often 1 or 2, where it is one half of a row's queries
 MUCH_IDLE = tl.constexpr(2)  # blocks of a row, times the part of a GPU beyond half that its last round leaves idle
 _VARY = ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
-         "part_keys", "whole_keys", "num_programs", "window_left", "chunk", "most_tokens", "num_counters",
+         "part_keys", "whole_keys", "halves", "num_programs", "window_left", "chunk", "most_tokens", "num_counters",
          "table_row"]  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     item_pages,  # [as many as work items, LISTED_PAGES] i32, if PAGE_SIZE: the ids of an item's first pages
     num_rows,
     max_cuts,
-    few_cuts,  # for this and the next eight see `cut_list.Filling`
+    few_cuts,  # for this and the next nine see `cut_list.Filling`
     long_cut,
     heads,
     num_sms,
@@ -43,6 +44,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     much_alike,
     part_keys,
     whole_keys,
+    halves,
     num_programs,  # of the launch, see `cut_list.num_programs`
     window_left,  # positions before its own that a query sees
     chunk,  # positions in a chunk; a query sees its own chunk alone
@@ -63,7 +65,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     exists = (query_lens > 0) & (query_lens <= most_tokens)  # others have none
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
-    filling = (few_cuts, long_cut, heads, num_sms, resident, row_keys, much_alike, part_keys, whole_keys)
+    filling = (few_cuts, long_cut, heads, num_sms, resident, row_keys, much_alike, part_keys, whole_keys, halves)
     cuts = _cut(exists, blocks, max_cuts, filling, num_programs, BLOCK_N, MIN_BLOCKS)
     work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     of_rows = (rows, num_rows, lens, starts, query_lens, first, blocks)
@@ -78,22 +80,24 @@ def _list_items(work_items, work_item, num_programs, of_rows, cuts, BLOCK_N: tl.
     """List some work items [BLOCK_ITEMS] of all rows. Returns where each is, its row, its first key, and the end of its
     keys."""
     rows, num_rows, lens, starts, query_lens, first, blocks = of_rows
-    ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = cuts
-    item_ends = tl.cumsum(num_splits, 0)
+    ends, num_blocks, num_cuts, first_cut, num_items, is_apart, halves = cuts
+    item_ends, num_splits = tl.cumsum(num_items, 0), num_items // halves
     num_partials = tl.where(num_splits > 1, num_splits, 0)
     slots_before = tl.cumsum(num_partials, 0) - num_partials
     row = tl.sum((item_ends[None] <= work_item[:, None]).to(tl.int32), 1)
     mine = rows[None] == row[:, None]
     row_splits, row_num_blocks = tl.maximum(of_row(mine, num_splits), 1), of_row(mine, blocks)
     row_begin, row_first, row_len = of_row(mine, ends - blocks), of_row(mine, first), of_row(mine, lens)
-    split = work_item - of_row(mine, item_ends - num_splits)
-    cut = of_row(mine, first_cut) + split
+    item = work_item - of_row(mine, item_ends - num_items)
+    split, cut = item // halves, of_row(mine, first_cut) + item
+    half = tl.where(halves > 1, item % halves + 1, 0)
     start, stop = _part_of(split, row_splits, row_num_blocks, cut, row_begin, num_blocks, num_cuts, is_apart)
-    at = tl.where(_items_before(cut, first_cut, num_splits) == work_item, cut, num_programs + work_item)
+    at = tl.where(_items_before(cut, first_cut, num_items) == work_item, cut, num_programs + work_item)
     begin, end = (row_first + start) * BLOCK_N, tl.minimum((row_first + stop) * BLOCK_N, row_len)
     store_items(
         work_items + at * 8, row < num_rows, (row, begin, end, of_row(mine, slots_before),
-        row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts), of_row(mine, query_lens)),
+        row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts),
+        of_row(mine, query_lens) + half * HALF),
     )  # fmt: skip
     return at, row, begin, end
 
@@ -155,7 +159,7 @@ def _cut(  # type: ignore[no-untyped-def]
 
     Returns each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, and whether rows
     are apart."""
-    few_cuts, long_cut, heads, num_sms, resident, row_keys, _much_alike, part_keys, whole_keys = filling
+    few_cuts, long_cut, heads, num_sms, resident, row_keys, _much_alike, part_keys, whole_keys, most_halves = filling
     widths = tl.where(exists, tl.maximum(blocks + row_keys // BLOCK_N, 1), 0)
     ends, num_blocks = tl.cumsum(widths, 0), tl.sum(widths, 0)
     are_few = (num_blocks < max_cuts * long_cut) & (tl.sum((blocks > 0).to(tl.int32), 0) < max_cuts)
@@ -175,10 +179,12 @@ def _cut(  # type: ignore[no-untyped-def]
     longest, apart = tl.where(part > 0, part, longest), tl.where(part > 0, counts, apart)
     is_apart = (tl.sum(apart, 0) <= num_programs) & (tl.sum(tl.where(apart > 1, apart, 0), 0) <= 2 * max_cuts - 2)
     is_apart &= _are_faster_apart(blocks, apart, longest, num_blocks, filling, BLOCK_N)
+    halves = tl.where(is_apart & (part > 0) & (part * BLOCK_N <= part_keys), most_halves, 1)
+    apart *= halves
     first_cut = _cut_of(tl.minimum(ends - blocks, ends - 1), num_blocks, num_cuts)
     num_splits = tl.where(exists, _cut_of(ends - 1, num_blocks, num_cuts) - first_cut + 1, 0)
     first_cut = tl.where(is_apart, tl.cumsum(apart, 0) - apart, first_cut)
-    return ends, num_blocks, num_cuts, first_cut, tl.where(is_apart, apart, num_splits), is_apart
+    return ends, num_blocks, num_cuts, first_cut, tl.where(is_apart, apart, num_splits), is_apart, halves
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -211,7 +217,7 @@ def _are_faster_apart(  # type: ignore[no-untyped-def]
     """Whether parts of rows take less time than equal cuts: where none is joined, and half of the last round is there
     or rows are short; where all run side by side and no multiprocessor has much more than others, by the longer ones;
     and where they are short in the mean and not many."""
-    _few_cuts, _long_cut, heads, num_sms, resident, _row_keys, much_alike, _part_keys, _whole_keys = filling
+    _few_cuts, _long_cut, heads, num_sms, resident, _row_keys, much_alike, _part_keys, _whole_keys, _halves = filling
     num_parts, slots = tl.sum(apart, 0), num_sms * resident
     is_big = 2 * blocks > longest * apart
     big_parts, big_blocks = tl.sum(tl.where(is_big, apart, 0), 0), tl.sum(tl.where(is_big, blocks, 0), 0)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from attn_backends.backends.triton.kernels.decode import HALF_ROWS
 from attn_backends.backends.triton.kernels.split_joins import JOIN_WORDS
 from attn_backends.backends.triton.tuning import DecodeTile
 from attn_backends.kernels.cut_list import CutList, Filling, SplitSizes, max_split_items
@@ -21,7 +22,7 @@ from attn_backends.spec import AttentionSpec
 _SMALL_TILE_ROWS, _TILE_ROWS = 16, 64  # queries of a tile; more queries of a row take several
 _MOST_IN_SMALL_TILES = 48  # queries of a row: so often are its keys read again, from the L2, in less time
 _SHORT_NUMBERS = 128  # of keys, and as many of values, that a thread holds for a row that is attended for at once
-_LONGEST_SHORT = 64  # keys of such a row at most: a thread asks for some values once it holds fewer keys then
+_LONGEST_SHORT = 64  # keys of such a row at most, or twice as many where pairs are few
 # Warps of a program at most. Four multiply by Hopper's matrix units, and an H200 gave wrong outputs of 16 queries so:
 # in Triton 3.6's code the fence behind which those read weights in shared memory comes after the warps have met.
 _SHORT_WARPS = 2
@@ -67,7 +68,7 @@ class SplitPlan(NamedTuple):
             heads=spec.num_kv_heads * self.tiles, num_sms=num_sms, resident=_resident(tile), row_keys=_ROW_KEYS,
             much_alike=_MUCH_ALIKE,
             part_keys=(part_keys or _PART_KEYS) if self.block_m == _SMALL_TILE_ROWS else 0,
-            whole_keys=max(most_short, _WHOLE_KEYS),
+            whole_keys=max(most_short, _WHOLE_KEYS), halves=2 if part_keys and self.used_m > HALF_ROWS.value else 1,
         )  # fmt: skip
 
     def num_partial_slots(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
@@ -156,5 +157,5 @@ def short_blocks(spec: AttentionSpec, tile: DecodeTile, plan: SplitPlan) -> Shor
     keys = min(_SHORT_NUMBERS * 32 * tile.warps // max(block_dims(spec)), _LONGEST_SHORT)
     if keys < _SMALL_TILE_ROWS:
         return ShortBlocks(0, 0, 0)
-    of_few = min(2 * keys, _LONGEST_SHORT)
-    return ShortBlocks(keys, of_few, of_few if spec.cache_dtype.itemsize == 1 else keys)
+    of_part = 2 * keys if spec.cache_dtype.itemsize == 1 else keys
+    return ShortBlocks(keys, 2 * keys, min(of_part, _LONGEST_SHORT))

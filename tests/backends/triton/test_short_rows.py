@@ -65,12 +65,18 @@ FAULTS = {
     "queries that keep their scale": ("logits *= q_scale[None]", "logits *= 1.0"),
     "values are read two by two": ("            given = (\n",
                                    "            value = as_pairs(value) if PAIRS else value\n            given = (\n"),
-    "longer rows": ("tl.where(is_whole, most_short, PART)", "tl.where(is_whole, 4 * most_short, PART)"),
-    "longer parts": ("tl.where(is_whole, most_short, PART)", "tl.where(is_whole, most_short, 4 * PART)"),
+    "longer rows": ("tl.where(is_whole, most_short, of_part)", "tl.where(is_whole, 4 * most_short, of_part)"),
+    "longer parts": ("tl.where(is_whole, most_short, of_part)", "tl.where(is_whole, most_short, 4 * of_part)"),
     "parts begin with a page": ("SCALE_FIRST, ALIKE, LOCAL, 1, PAGE_SIZE",
                                 "SCALE_FIRST, ALIKE, LOCAL, LOCAL, PAGE_SIZE"),
-    "heads count together": ("counters + (first_slot * KV_HEADS + head) * JOIN_WORDS",
-                             "counters + first_slot * KV_HEADS * JOIN_WORDS"),
+    "heads count together": ("(first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS",
+                             "(first_slot * KV_HEADS) * TILES + tile) * JOIN_WORDS"),
+    "halves count together": ("(first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS",
+                              "(first_slot * KV_HEADS + head) * TILES) * JOIN_WORDS"),
+    "halves are the first one": ("lane = tile * BLOCK_M + tl.arange(0, QUERIES)", "lane = tl.arange(0, QUERIES)"),
+    "halves lie in one place": ("                 head, tile, first_token,", "                 head, 0, first_token,"),
+    "halves are whole": ("if USED_M > HALF_ROWS and half > 0:", "if USED_M > HALF_ROWS and half > 2:"),
+    "nobody does what halves do not": ("elif half > 1:", "elif half > 0:"),
     "parts lie where the first one does": ("_store_split(acc, m_i, l_i, True, words, num_splits, split,",
                                            "_store_split(acc, m_i, l_i, True, words, num_splits, 0,"),
 }  # fmt: skip
@@ -135,7 +141,7 @@ def random_case(
                          **dice.choice(SEEN))  # fmt: skip
     query_len = dice.choice((1, 1, 1, min(4, max(1, 16 * kv_heads // heads))))
     query_lens = [dice.randint(1, query_len) for _ in range(dice.choice((1, 2, 3, 5)))]
-    seq_lens = [max(tokens, dice.choice((1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, dice.randint(1, 90))))
+    seq_lens = [max(tokens, dice.choice((1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 128, 129, dice.randint(1, 90))))
                 for tokens in query_lens]  # fmt: skip
     more = {"page_size": dice.choice((3, 16, 32, 48)), "layout": dice.choice(("NHD", "HND")), "seed": seed,
             "place": dice.choice(PLACES), "tile": dice.choice((None, None, LONG_BLOCKS))}  # fmt: skip
@@ -164,7 +170,7 @@ def test_queries_of_unlike_columns(dims: tuple[int, int], cached: torch.dtype, w
 
 
 def random_parts(
-    seed: int, dtypes: tuple[torch.dtype, ...] = (torch.float16,), most_keys: int = 130
+    seed: int, dtypes: tuple[torch.dtype, ...] = (torch.float16,), most_keys: int = 190
 ) -> tuple[AttentionSpec, list[int], list[int], dict[str, Any]]:
     """The same with one or two KV heads and rows: so few that longer ones are in parts, though the interpreter counts
     two multiprocessors."""
@@ -172,7 +178,7 @@ def random_parts(
     dice, kv_heads = Random(f"parts {seed}"), min(2, spec.num_kv_heads)
     spec = replace(spec, num_qo_heads=spec.group_size * kv_heads, num_kv_heads=kv_heads)
     query_lens = query_lens[: 3 - kv_heads]
-    return spec, [dice.choice((65, 96, 97, dice.randint(65, most_keys))) for _ in query_lens], query_lens, more
+    return spec, [dice.choice((65, 97, 129, dice.randint(65, most_keys))) for _ in query_lens], query_lens, more
 
 
 @only_interpreted
@@ -189,8 +195,9 @@ def test_random_parts(part_blocks: list[int]) -> None:
 @only_interpreted
 @pytest.mark.parametrize(
     ("dim", "cached", "expected"),
-    [(128, torch.float16, {64: [], 65: [32] * 3, 128: [32] * 4, 300: []}), (64, torch.float16, {64: [], 65: [64] * 2}),
-     (256, torch.float16, {65: [32] * 3}), (128, torch.float8_e4m3fn, {64: [], 65: [64] * 2, 300: [64] * 5})],
+    [(128, torch.float16, {64: [], 65: [32] * 3, 128: [32] * 4, 300: []}),
+     (64, torch.float16, {128: [], 129: [64] * 3}), (256, torch.float16, {65: [32] * 3}),
+     (128, torch.float8_e4m3fn, {64: [], 65: [64] * 2, 300: [64] * 5})],
 )  # fmt: skip
 def test_which_parts_are_short(
     dim: int, cached: torch.dtype, expected: dict[int, list[int]], part_blocks: list[int]
@@ -201,6 +208,23 @@ def test_which_parts_are_short(
         part_blocks.clear()
         check(spec, [seq_len], [1])
         assert part_blocks == 2 * blocks, seq_len  # with LSEs, and without
+
+
+@only_interpreted
+def test_which_rows_are_in_halves(blocks: list[int], part_blocks: list[int]) -> None:
+    """Of more than 8 queries, where no more than half of the programs have a part."""
+    for group, rows, in_halves in ((8, 2, False), (9, 1, True), (16, 8, True), (16, 9, False)):
+        spec = AttentionSpec(group, 1, 64, dtype=torch.float16)
+        blocks.clear()
+        check(spec, [20] * rows, [1] * rows)
+        assert blocks == 2 * [64] * rows * (1 + in_halves), (group, rows)  # with LSEs, and without
+    check(AttentionSpec(12, 1, 128, dtype=torch.float16), [65], [1])
+    assert part_blocks == 2 * [32] * 3 * 2
+    blocks.clear()
+    part_blocks.clear()
+    check(AttentionSpec(12, 1, 256, dtype=torch.float16), [16], [1])
+    check(AttentionSpec(12, 1, 256, dtype=torch.float16), [300], [1])
+    assert (blocks, part_blocks) == (2 * [32] * 2, [])
 
 
 @pytest.mark.gpu
@@ -223,7 +247,7 @@ def test_random_rows_on_a_gpu(seed: int) -> None:
 @pytest.mark.parametrize(
     ("dims", "kv_heads", "expected"),
     [((128, 128), 1, {1: 32, 32: 32, 33: 64, 64: 64, 65: None}), ((128, 128), 13, {32: 32, 33: None}),
-     ((64, 64), 1, {33: 64, 64: 64, 65: None}), ((256, 256), 2, {32: 32, 64: 64, 65: None}),
+     ((64, 64), 1, {33: 64, 64: 64, 65: 128, 128: 128, 129: None}), ((256, 256), 2, {32: 32, 64: 64, 65: None}),
      ((256, 256), 13, {32: 32, 33: None})],
 )  # fmt: skip
 def test_which_rows_are_short(
@@ -272,6 +296,10 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
     with nullcontext() if fault == "none" else pytest.raises((AssertionError, IndexError, RuntimeError)):
         check(AttentionSpec(1, 1, 64, dtype=torch.float16), [20, 700] * 8, [1] * 16)  # several rows of each program
         check(AttentionSpec(1, 1, 64, dtype=torch.float16, window_left=30), [70, 90], [1, 1], page_size=48)
+        in_a_block = AttentionSpec(1, 1, 64, dtype=torch.float16, window_left=5)  # whose first page is freed
+        check(in_a_block, [60], [1], page_size=16, tile=LONG_BLOCKS)
+        of_one_warp = tuning.DecodeTile(16, 1, 6, 4, 128)
+        check(AttentionSpec(16, 1, 256, dtype=torch.float16), [40], [1], tile=of_one_warp)  # halves, but not at once
         for seq_len in (130, 400):  # in parts of 32 keys, and of 64
             check(AttentionSpec(1, 1, 128, dtype=torch.float16), [seq_len], [1], page_size=48)
         of_8_bits = AttentionSpec(4, 2, 128, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)

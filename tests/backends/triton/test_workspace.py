@@ -133,6 +133,21 @@ def items_of(listed: Any) -> list[list[list[int]]]:
             for program, more in enumerate(listed.more_items.tolist())]  # fmt: skip
 
 
+def checked_halves(found: list[list[list[int]]], most: int) -> int:
+    """All items are whole, 1, or each comes twice, 2, as one half and the other, and no program has two."""
+    items = [item for cut in found for item in cut]
+    of_half = {half: [[*item[:7], item[7] % equal_cuts.HALF.value] for item in items
+                      if item[7] // equal_cuts.HALF.value == half] for half in range(4)}  # fmt: skip
+    assert of_half[1] == of_half[2]
+    assert not of_half[3]
+    if not of_half[1]:
+        return 1
+    assert most == 2
+    assert not of_half[0]
+    assert max(map(len, found)) == 1
+    return 2
+
+
 def check_pages(cuts: Any, table: torch.Tensor, page_size: int) -> None:
     """Ids of each item's first pages are listed beside it, and the last one's again where it has no more."""
     for item, ids in zip(cuts.work_items.tolist(), cuts.item_pages.tolist(), strict=True):
@@ -162,6 +177,7 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
     filling = cut_list.Filling(
         few_cuts, int(drawn.integers(1, 99)), heads, max(1, max_cuts * heads // resident), resident,
         int(drawn.choice([0, 32, 256])), int(drawn.choice([1, 32])), int(drawn.choice([0, 16, 64])),
+        int(drawn.choice([0, 48, 128])), int(drawn.choice([1, 2])),
     )  # fmt: skip
     page_size = int(drawn.choice([0, 16, 48, 128]))
     cuts = cut_list.CutList(sizes, filling, torch.ones(num_rows * 3, dtype=torch.int32), most, page_size)
@@ -181,13 +197,16 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
     assert few_wait or not joined
     items: dict[int, list[list[int]]] = {row: [] for row in range(num_rows)}
     slots: list[int] = []
+    halves = checked_halves(items_of(cuts), filling.halves)
     for row, start, stop, first_slot, info, *of_row in (item for cut in items_of(cuts) for item in cut):
         count, split = divmod(info, triton_split.MAX_SPLITS.value)
-        items[row].append([split, count, start, stop])
-        slots += [first_slot + split] * (count > 1)
-        assert of_row == [lens[row], starts[row], tokens[row]]
+        half, num_tokens = divmod(of_row.pop(), equal_cuts.HALF.value)
+        assert [*of_row, num_tokens] == [lens[row], starts[row], tokens[row]]
+        if half < 2:
+            items[row].append([split, count, start, stop])
+            slots += [first_slot + split] * (count > 1)
     assert len(set(slots)) == len(slots)
-    assert max(slots, default=-1) < cut_list.max_split_items(max_cuts)
+    assert halves * (max(slots, default=-1) + 1) <= cut_list.max_split_items(max_cuts)
     assert not any(found for row, found in items.items() if not is_listed[row])
     for row, found in ((row, found) for row, found in items.items() if is_listed[row]):
         at = first = max(0, lens[row] - tokens[row] - window) // block_n * block_n
@@ -244,7 +263,8 @@ def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> Non
 def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
     """Random rows: parts of one size, as many keys as is asked for, or twice or four times as many, the shortest of
     which no more than half of the programs that the GPU holds have one, and no row is in many; rows of few keys are
-    whole. Else, and where none is asked for, as without."""
+    whole. Else, and where none is asked for, as without. Parts of as many keys as is asked for, and rows beside them,
+    come in halves, if these are asked for."""
     drawn = np.random.default_rng(1100 + seed)
     num_rows, heads, resident = int(drawn.integers(1, 12)), int(drawn.integers(1, 5)), int(drawn.choice([4, 8]))
     block_n, num_sms = int(drawn.choice([16, 32])), int(drawn.choice([20, 132]))
@@ -256,9 +276,9 @@ def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
     sizes = cut_list.SplitSizes(num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, 4)
     filling, whole = cut_list.Filling(max_cuts // 2, 96, heads, num_sms, resident, 32, 32), int(drawn.choice([48, 64]))
     found = []
-    for part_keys in (least, 0):
+    for part_keys, halves in ((least, 1), (0, 2), (least, 2)):
         counters = torch.zeros(num_rows, dtype=torch.int32)
-        given = filling._replace(part_keys=part_keys, whole_keys=whole)
+        given = filling._replace(part_keys=part_keys, whole_keys=whole, halves=halves)
         cuts = cut_list.CutList(sizes, given, counters, 1)
         cuts.fill(torch.from_numpy(lens), torch.arange(num_rows + 1, dtype=torch.int32))
         found.append([cut for cut in items_of(cuts) if cut])
@@ -269,12 +289,15 @@ def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
         if 2 * wanted.sum() * heads <= num_sms * resident and wanted.max() <= equal_cuts.MANY_PARTS.value:
             break
     else:
-        assert found[0] == found[1]
+        assert found[0] == found[1] == found[2]
         return
     counts = [[item[0] for cut in found[0] for item in cut].count(row) for row in range(num_rows)]
     assert counts == wanted.tolist()
     assert all(len(cut) == 1 for cut in found[0])
     assert all(stop - start <= max(part * block_n, whole) for cut in found[0] for _, start, stop, *_ in cut)
+    has_halves = part * block_n <= least
+    assert checked_halves(found[2], 2) == 1 + has_halves
+    assert [item[:7] for cut in found[2] for item in cut][:: 1 + has_halves] == [cut[0][:7] for cut in found[0]]
 
 
 @only_interpreted

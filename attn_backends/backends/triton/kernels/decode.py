@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.backends.triton.kernels.split_joins import HAVE_BEGUN, JOIN_WORDS, LAUNCHES, arrive
-from attn_backends.kernels.equal_cuts import LISTED_PAGES
+from attn_backends.kernels.equal_cuts import HALF, LISTED_PAGES
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.pdl import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
 from attn_backends.kernels.split_kv import MAX_SPLITS, combine_splits, first_key, store_partial
@@ -26,6 +26,7 @@ from attn_backends.kernels.tile_kernels import (
 )
 
 _PREFETCHED_KEYS = tl.constexpr(16)  # the first of a work item: a block of the smallest tile
+HALF_ROWS = tl.constexpr(8)  # queries of a half of a row's
 _FEW_ROUNDS = tl.constexpr(2)  # in which a program combines few splits
 _NOT_CONSTANT = ["table_row", "most_short", "window_right", "window_left", "chunk", "has_sinks", "want_lse",
                  "lse_token"]  # fmt: skip
@@ -121,6 +122,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     head = program // TILES % KV_HEADS
     cut = program // TILES // KV_HEADS
     row, start, stop, first_slot, split_info, seq_len, first_token, query_len = _load_item(work_items, cut, True)
+    half, query_len = query_len // HALF, query_len % HALF  # 0: all of the row's queries
     page_ids = ()
     if LISTED:  # they come with the item; of the page table they would come after it
         for i in tl.static_range(LISTED_PAGES):
@@ -137,30 +139,30 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if has_others:  # it waits for nobody before its last item: who waits for that need not see it begin
         last_slot, last_info = tl.load(work_items + end_item * 8 - 5), tl.load(work_items + end_item * 8 - 4)
         if last_info // MAX_SPLITS > JOINED:
-            last_words = counters + ((last_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS
+            last_words = _words_of(counters, last_slot, head, tile, KV_HEADS, TILES)
             tl.atomic_add(last_words + HAVE_BEGUN, 1, sem="relaxed")
     if SHORT > 0:
         num_keys, pages = stop - start, page_table + row.to(tl.int64) * table_row
         is_whole = split_info == MAX_SPLITS
-        if (has_others == 0) & (num_keys > 0) & (num_keys <= tl.where(is_whole, most_short, PART)):
+        of_part = PART if USED_M <= HALF_ROWS else tl.where(half > 0, PART, 0)
+        if (has_others == 0) & (num_keys > 0) & (num_keys <= tl.where(is_whole, most_short, of_part)):
             given = (
                 query, key, value, output, lse, pages, page_ids, sinks, start, stop, seq_len, first_token, query_len,
                 head, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token,
-                query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token,
+                query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token, partial_acc,
+                partial_ml, counters, first_slot, split_info,
             )  # fmt: skip
-            if is_whole == 0:
-                _attend_part(*given, partial_acc, partial_ml, counters, first_slot, split_info, SOFT_CAP, SCALE_FIRST,
-                             ALIKE, LOCAL, PAGE_SIZE, LISTED, KV_HEADS, GROUP, BLOCK_M, USED_M, PART, DIM, DIM_VO,
-                             BLOCK_DIM, BLOCK_DIM_VO, JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE, NARROW, THREADS,
-                             PDL)  # fmt: skip
-                tl.debug_barrier()  # in front of other items' results, of which this program has none
-            elif (num_keys <= SHORT) | (LONGER == SHORT):  # a constant, where there is no other block to compile
-                _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, LISTED, GROUP, USED_M, SHORT,
-                              DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, THREADS, PDL)  # fmt: skip
+            if USED_M > HALF_ROWS and half > 0:
+                _attend_few(*given, half - 1, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, LISTED, KV_HEADS, GROUP,
+                            2, HALF_ROWS, HALF_ROWS, SHORT, LONGER, PART, DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO,
+                            2 * JOINED, 2 * BLOCK_SPLITS, JOIN_SIZE, WIDE, NARROW, THREADS, PDL)  # fmt: skip
             else:
-                _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, LISTED, GROUP, USED_M, LONGER,
-                              DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, THREADS, PDL)  # fmt: skip
+                _attend_few(*given, 0, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, LISTED, KV_HEADS, GROUP, 1,
+                            BLOCK_M, USED_M, SHORT, LONGER, PART if USED_M <= HALF_ROWS else 0, DIM, DIM_VO, BLOCK_DIM,
+                            BLOCK_DIM_VO, JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE, NARROW, THREADS, PDL)  # fmt: skip
             row = row * 0 - 1  # it has nothing more to do
+        elif half > 1:  # the first half does all
+            row = row * 0 - 1
     while row >= 0:
         _attend_item(
             query, key, values, output, lse, page_table + row.to(tl.int64) * table_row, partial_acc, partial_ml,
@@ -203,7 +205,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     if ALIKE and not PAIRS:
         value_page, value_slot = key_page, key_slot
     num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
-    words = counters + ((first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS
+    words = _words_of(counters, first_slot, head, tile, KV_HEADS, TILES)
     if (num_splits > JOINED) & ((next_item < end_item) | (has_others == 0)):
         tl.atomic_add(words + HAVE_BEGUN, 1, sem="relaxed")
     lane = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -304,23 +306,55 @@ def _store_split(  # type: ignore[no-untyped-def]
                    GROUP, DIM_VO)  # fmt: skip
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_few(  # type: ignore[no-untyped-def]
+    query, key, value, output, lse, pages, page_ids, sinks, start, stop, seq_len, first_token, query_len, head, scale,
+    value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token, query_head, key_page,
+    key_slot, value_page, value_slot, out_token, out_head, lse_token, partial_acc, partial_ml, counters, first_slot,
+    split_info, tile, SOFT_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, LISTED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, USED_M: tl.constexpr, SHORT: tl.constexpr, LONGER: tl.constexpr, PART: tl.constexpr,
+    DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr,
+    JOINED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, JOIN_SIZE: tl.constexpr, WIDE: tl.constexpr,
+    NARROW: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend at once for a program's only work item, a whole row or one of its splits, and one of the row's TILES of
+    BLOCK_M queries; all else is as `decode_kernel` has it. Of tiles without a PART there are no splits."""
+    given = (
+        query, key, value, output, lse, pages, page_ids, sinks, start, stop, seq_len, first_token, query_len,
+        head, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token,
+        query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token, tile,
+    )  # fmt: skip
+    if PART > 0 and split_info != MAX_SPLITS:
+        _attend_part(*given, partial_acc, partial_ml, counters, first_slot, split_info, SOFT_CAP, SCALE_FIRST,
+                     ALIKE, LOCAL, PAGE_SIZE, LISTED, KV_HEADS, GROUP, TILES, BLOCK_M, USED_M, PART, DIM, DIM_VO,
+                     BLOCK_DIM, BLOCK_DIM_VO, JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE, NARROW, THREADS, PDL)  # fmt: skip
+        tl.debug_barrier()  # in front of other items' results, of which this program has none
+    elif (stop - start <= SHORT) | (LONGER == SHORT):  # a constant, where there is no other block to compile
+        _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, LISTED, GROUP, BLOCK_M, USED_M, SHORT,
+                      DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, THREADS, PDL)  # fmt: skip
+    else:
+        _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, LISTED, GROUP, BLOCK_M, USED_M, LONGER,
+                      DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, THREADS, PDL)  # fmt: skip
+
+
 @triton.jit(noinline=True)  # type: ignore[untyped-decorator]
 def _attend_short(  # type: ignore[no-untyped-def]
     query, key, value, output, lse, pages, page_ids, sinks, start, stop, seq_len, first_token, query_len, head, scale,
     value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token, query_head, key_page,
-    key_slot, value_page, value_slot, out_token, out_head, lse_token, SOFT_CAP: tl.constexpr,
+    key_slot, value_page, value_slot, out_token, out_head, lse_token, tile, SOFT_CAP: tl.constexpr,
     SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    LISTED: tl.constexpr, GROUP: tl.constexpr, USED_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr,
-    DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+    LISTED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, USED_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to all of a row's keys `start` to `stop`, no more than a block of BLOCK_N, and write what `decode_kernel`
     does, which has these arguments; `key` and `value` point to the KV head's first element, `pages` to the row's first
     page id, and `page_ids` are those of its first pages with keys, if LISTED."""
     lane, acc, m_i, l_i = _at_once(
-        query, key, value, pages, page_ids, start, stop, seq_len, first_token, query_len, head, scale, soft_cap,
+        query, key, value, pages, page_ids, start, stop, seq_len, first_token, query_len, head, tile, scale, soft_cap,
         window_right, window_left, chunk, query_token, query_head, key_page, key_slot, value_page, value_slot, SOFT_CAP,
-        SCALE_FIRST, ALIKE, LOCAL, LOCAL, PAGE_SIZE, LISTED, GROUP, USED_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM,
+        SCALE_FIRST, ALIKE, LOCAL, LOCAL, PAGE_SIZE, LISTED, GROUP, BLOCK_M, USED_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM,
         BLOCK_DIM_VO, THREADS, PDL,
     )  # fmt: skip
     write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale, out_token, out_head,
@@ -331,36 +365,38 @@ def _attend_short(  # type: ignore[no-untyped-def]
 def _attend_part(  # type: ignore[no-untyped-def]
     query, key, value, output, lse, pages, page_ids, sinks, start, stop, seq_len, first_token, query_len, head, scale,
     value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token, query_head, key_page,
-    key_slot, value_page, value_slot, out_token, out_head, lse_token, partial_acc, partial_ml, counters, first_slot,
-    split_info, SOFT_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, LISTED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    key_slot, value_page, value_slot, out_token, out_head, lse_token, tile, partial_acc, partial_ml, counters,
+    first_slot, split_info, SOFT_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, LISTED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     USED_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_DIM_VO: tl.constexpr, JOINED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, JOIN_SIZE: tl.constexpr,
     WIDE: tl.constexpr, NARROW: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for one of a row's splits, the only one of its program."""
     num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
-    words = counters + (first_slot * KV_HEADS + head) * JOIN_WORDS
+    words = _words_of(counters, first_slot, head, tile, KV_HEADS, TILES)
     if num_splits > JOINED:
         tl.atomic_add(words + HAVE_BEGUN, 1, sem="relaxed")
     _lane, acc, m_i, l_i = _at_once(
-        query, key, value, pages, page_ids, start, stop, seq_len, first_token, query_len, head, scale, soft_cap,
+        query, key, value, pages, page_ids, start, stop, seq_len, first_token, query_len, head, tile, scale, soft_cap,
         window_right, window_left, chunk, query_token, query_head, key_page, key_slot, value_page, value_slot, SOFT_CAP,
-        SCALE_FIRST, ALIKE, LOCAL, 1, PAGE_SIZE, LISTED, GROUP, USED_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO,
-        THREADS, PDL,
+        SCALE_FIRST, ALIKE, LOCAL, 1, PAGE_SIZE, LISTED, GROUP, BLOCK_M, USED_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM,
+        BLOCK_DIM_VO, THREADS, PDL,
     )  # fmt: skip
     _store_split(acc, m_i, l_i, True, words, num_splits, split, first_slot, output, lse, partial_acc, partial_ml, sinks,
-                 head, 0, first_token, query_len, value_scale, out_token, out_head, lse_token, has_sinks, want_lse,
-                 KV_HEADS, GROUP, 1, BLOCK_M, DIM_VO, BLOCK_DIM_VO, USED_M, JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE,
+                 head, tile, first_token, query_len, value_scale, out_token, out_head, lse_token, has_sinks, want_lse,
+                 KV_HEADS, GROUP, TILES, BLOCK_M, DIM_VO, BLOCK_DIM_VO, USED_M, JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE,
                  NARROW, THREADS)  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _at_once(  # type: ignore[no-untyped-def]
-    query, key, value, pages, page_ids, start, stop, seq_len, first_token, query_len, head, scale, soft_cap,
+    query, key, value, pages, page_ids, start, stop, seq_len, first_token, query_len, head, tile, scale, soft_cap,
     window_right, window_left, chunk, query_token, query_head, key_page, key_slot, value_page, value_slot,
     SOFT_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr,
-    ANYWHERE: tl.constexpr, PAGE_SIZE: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr, USED_M: tl.constexpr,
+    ANYWHERE: tl.constexpr, PAGE_SIZE: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    USED_M: tl.constexpr,
     BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_DIM_VO: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -383,7 +419,7 @@ def _at_once(  # type: ignore[no-untyped-def]
     FIRST_VO: tl.constexpr = NUM_PIECES // 2 * COLUMNS_VO if IS_LARGE else DIM_VO
     IS_SCALED: tl.constexpr = key.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16
     of_dtype: tl.constexpr = tl.float16 if IS_SCALED else query.dtype.element_ty  # of products
-    lane = tl.arange(0, QUERIES)
+    lane = tile * BLOCK_M + tl.arange(0, QUERIES)
     token = lane // GROUP
     keys = start + tl.arange(0, BLOCK_N)
     there = tl.minimum(keys, stop - 1)  # no query sees what is read twice: for finite values as good as a mask
@@ -491,6 +527,12 @@ def _query_rows(  # type: ignore[no-untyped-def]
     """[lanes, 1]: where a KV head's queries of a row begin, `lane` is token times GROUP plus query head."""
     first_query = query + (first_token.to(tl.int64) * query_token + head * GROUP * query_head)
     return first_query + ((lane // GROUP).to(tl.int64) * query_token + (lane % GROUP) * query_head)[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _words_of(counters, first_slot, head, tile, KV_HEADS: tl.constexpr, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the splits of a row, a KV head and a tile meet, see `arrive`."""
+    return counters + ((first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS
 
 
 @triton.jit
