@@ -77,7 +77,7 @@ class Filling(NamedTuple):
     much_alike: int  # blocks, by which a multiprocessor may have more than others where rows are apart
     part_keys: int = 0  # of the shortest parts of rows, where programs are to spare; 0: as many as of others
     whole_keys: int = 0  # of a row, up to which it is no such parts
-    halves: int = 1  # that such parts, and whole rows beside them, are in: 2 of a row's queries
+    halves: int = 1  # of a row's queries, for each of which such parts and whole rows beside them are listed; 2 at most
 
 
 def max_split_items(max_cuts: int) -> int:
@@ -107,7 +107,8 @@ class CutList:
 
     A work item is all that a program has to know: the row (-1: none), its first key, the end of its keys, the row's
     first partial slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its
-    first query token, and its number of query tokens. With a page size there is a list of the first pages' ids beside
+    first query token, and its number of query tokens; HALF more for the first half of these tokens' queries alone, and
+    twice that for the second. With a page size there is a list of the first pages' ids beside
     it, which come as soon as the item does: of a page table they would come after it.
 
     Args:

@@ -17,7 +17,7 @@ PART_SIZES = tl.constexpr(3)  # of short parts that are tried at most, each twic
 MOST_PART_KEYS = tl.constexpr(64)  # of a short part
 MANY_PARTS = tl.constexpr(128)  # of a row, behind which fewer that are longer are faster
 LISTED_PAGES = tl.constexpr(8)  # page ids that are listed with a work item, of its first keys
-HALF = tl.constexpr(1 << 16)  # of a work item's query tokens: so often 1 or 2, where it is one half of a row's queries
+HALF = tl.constexpr(1 << 16)  # more query tokens, and twice as many, say which half of a row's queries an item is for
 MUCH_IDLE = tl.constexpr(2)  # blocks of a row, times the part of a GPU beyond half that its last round leaves idle
 _VARY = ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
          "part_keys", "whole_keys", "halves", "num_programs", "window_left", "chunk", "most_tokens", "num_counters",
@@ -88,9 +88,9 @@ def _list_items(work_items, work_item, num_programs, of_rows, cuts, BLOCK_N: tl.
     mine = rows[None] == row[:, None]
     row_splits, row_num_blocks = tl.maximum(of_row(mine, num_splits), 1), of_row(mine, blocks)
     row_begin, row_first, row_len = of_row(mine, ends - blocks), of_row(mine, first), of_row(mine, lens)
-    item = work_item - of_row(mine, item_ends - num_items)
-    split, cut = item // halves, of_row(mine, first_cut) + item
-    half = tl.where(halves > 1, item % halves + 1, 0)
+    nth = work_item - of_row(mine, item_ends - num_items)  # of the row's
+    split, cut = nth // halves, of_row(mine, first_cut) + nth
+    half = tl.where(halves > 1, nth % halves + 1, 0)
     start, stop = _part_of(split, row_splits, row_num_blocks, cut, row_begin, num_blocks, num_cuts, is_apart)
     at = tl.where(_items_before(cut, first_cut, num_items) == work_item, cut, num_programs + work_item)
     begin, end = (row_first + start) * BLOCK_N, tl.minimum((row_first + stop) * BLOCK_N, row_len)
@@ -157,17 +157,16 @@ def _cut(  # type: ignore[no-untyped-def]
     (see `_are_faster_apart`); where there is little to do, and programs to spare, parts may be up to twice as long as
     the shortest, unless those all run side by side. Where even short ones take half of the GPU at most, they are those.
 
-    Returns each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, and whether rows
-    are apart."""
-    few_cuts, long_cut, heads, num_sms, resident, row_keys, _much_alike, part_keys, whole_keys, most_halves = filling
+    Returns each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, whether rows are
+    apart, and how many halves of its queries a row's parts are listed for."""
+    few_cuts, long_cut, heads, num_sms, resident, row_keys, _much_alike, _part_keys, _whole_keys, _halves = filling
     widths = tl.where(exists, tl.maximum(blocks + row_keys // BLOCK_N, 1), 0)
     ends, num_blocks = tl.cumsum(widths, 0), tl.sum(widths, 0)
     are_few = (num_blocks < max_cuts * long_cut) & (tl.sum((blocks > 0).to(tl.int32), 0) < max_cuts)
     most = tl.where(are_few, few_cuts, max_cuts)
     longer_parts = num_blocks.to(tl.int64) * heads // (2 * MIN_BLOCKS)  # twice as long as the shortest
     even = tl.maximum((longer_parts + num_sms - 1) // num_sms * num_sms // heads, 1)
-    has_many = tl.max(blocks, 0) > MANY_PARTS * MIN_BLOCKS
-    most = tl.where(has_many, tl.minimum(most, even).to(tl.int32), most)
+    most = tl.where(tl.max(blocks, 0) > MANY_PARTS * MIN_BLOCKS, tl.minimum(most, even).to(tl.int32), most)
     num_cuts = tl.maximum(tl.minimum(most, num_blocks // MIN_BLOCKS), 1)
     size = tl.maximum(num_blocks // num_cuts, 1)  # where no row exists
     least: tl.constexpr = LEAST_KEYS // BLOCK_N if LEAST_KEYS > MIN_BLOCKS * BLOCK_N else MIN_BLOCKS
@@ -175,24 +174,26 @@ def _cut(  # type: ignore[no-untyped-def]
     of_few = tl.where(tl.sum(shortest, 0) * heads <= num_sms * resident, least, tl.maximum(2 * MIN_BLOCKS - 1, least))
     longest = tl.where(num_cuts < most, of_few, size + size // 16)
     apart = tl.where(exists, (tl.maximum(blocks, 1) + longest - 1) // longest, 0)
-    part, counts = _short_parts(exists, blocks, part_keys, whole_keys, heads, num_sms * resident, BLOCK_N)
+    part, counts, halves = _short_parts(exists, blocks, filling, BLOCK_N)
     longest, apart = tl.where(part > 0, part, longest), tl.where(part > 0, counts, apart)
     is_apart = (tl.sum(apart, 0) <= num_programs) & (tl.sum(tl.where(apart > 1, apart, 0), 0) <= 2 * max_cuts - 2)
     is_apart &= _are_faster_apart(blocks, apart, longest, num_blocks, filling, BLOCK_N)
-    halves = tl.where(is_apart & (part > 0) & (part * BLOCK_N <= part_keys), most_halves, 1)
-    apart *= halves
+    halves = tl.where(is_apart & (halves * tl.sum(apart, 0) <= max_cuts), halves, 1)
     first_cut = _cut_of(tl.minimum(ends - blocks, ends - 1), num_blocks, num_cuts)
     num_splits = tl.where(exists, _cut_of(ends - 1, num_blocks, num_cuts) - first_cut + 1, 0)
-    first_cut = tl.where(is_apart, tl.cumsum(apart, 0) - apart, first_cut)
-    return ends, num_blocks, num_cuts, first_cut, tl.where(is_apart, apart, num_splits), is_apart, halves
+    first_cut = tl.where(is_apart, halves * (tl.cumsum(apart, 0) - apart), first_cut)
+    return ends, num_blocks, num_cuts, first_cut, tl.where(is_apart, halves * apart, num_splits), is_apart, halves
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _short_parts(  # type: ignore[no-untyped-def]
-    exists, blocks, part_keys, whole_keys, heads, slots, BLOCK_N: tl.constexpr
+    exists, blocks, filling, BLOCK_N: tl.constexpr
 ):
     """How many blocks short parts of rows have, the shortest of which no more than half of the programs that a GPU
-    holds at once have one, and no row is in many; 0: there are no such. And how many parts each row is in."""
+    holds at once have one, and no row is in many; 0: there are no such. And how many parts each row is in, and how
+    many halves each of these: all can be attended for at once if they are of the first size."""
+    _few_cuts, _long_cut, heads, num_sms, resident, _row_keys, _much_alike, part_keys, whole_keys, halves = filling
+    slots = num_sms * resident
     part, part_blocks = part_keys * 0, tl.maximum(part_keys // BLOCK_N, 1)
     counts = tl.where(exists, 1, 0)
     for _ in tl.static_range(PART_SIZES):
@@ -202,7 +203,7 @@ def _short_parts(  # type: ignore[no-untyped-def]
         fits &= (tl.max(tried, 0) <= MANY_PARTS) & (part_blocks * BLOCK_N <= MOST_PART_KEYS)
         part, counts = tl.where(fits, part_blocks, part), tl.where(fits, tried, counts)
         part_blocks *= 2
-    return part, counts
+    return part, counts, tl.where((part > 0) & (part * BLOCK_N <= part_keys), halves, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
