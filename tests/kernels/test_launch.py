@@ -145,7 +145,7 @@ def test_which_of_several_tensors_is_not_aligned_matters() -> None:
           "group_size", "block_keys", "min_blocks"]),
         ("kernels.equal_cuts", "cut_kernel",
          ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
-          "part_keys", "whole_keys", "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]),
+          "part_keys", "whole_keys", "halves", "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]),
         ("backends.mla.triton_mla.decode_kernel", "mla_decode_kernel", ["table_row"]),
         ("backends.mla.triton_mla.decode_hopper_kernel", "mla_hopper_kernel", ["table_row"]),
         ("cache.kernels", "write_kv_kernel", ["k_scale", "v_scale"]),
