@@ -108,8 +108,8 @@ class CutList:
     A work item is all that a program has to know: the row (-1: none), its first key, the end of its keys, the row's
     first partial slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its
     first query token, and its number of query tokens; HALF more for the first half of these tokens' queries alone, and
-    twice that for the second. With a page size there is a list of the first pages' ids beside
-    it, which come as soon as the item does: of a page table they would come after it.
+    twice that for the second. With a page size there is a list of the first pages' ids beside it, which come as soon as
+    the item does: of a page table they would come after it.
 
     Args:
         sizes: `target` is how many cuts there are at most, and `min_blocks` what one has at least.

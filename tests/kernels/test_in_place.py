@@ -22,7 +22,7 @@ BARRIER = re.compile(r"^ *tl\.debug_barrier\(\).*\n", re.MULTILINE)
 DECODE = "attn_backends.backends.triton.kernels.decode"
 # Between the atomic by which one thread finds that other programs have stored, and the loads of all threads; and two
 # that only keep the compiler from asking for keys later.
-FOR_OTHERS = {*((DECODE, nth) for nth in (2, 3, 4)), ("attn_backends.kernels.prefill.portable_kernel", 0)}
+FOR_OTHERS = {*((DECODE, nth) for nth in (1, 2, 4)), ("attn_backends.kernels.prefill.portable_kernel", 0)}
 BARRIERS = sorted({(module, nth) for module, text in TEXTS.items() for nth in range(len(BARRIER.findall(text)))}
                   - FOR_OTHERS)  # fmt: skip
 

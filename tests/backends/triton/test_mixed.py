@@ -27,6 +27,8 @@ from tests.helpers.mutate import copied_module
 state = pytest.importorskip("attn_backends.backends.triton.state", reason="needs triton")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 schedule = pytest.importorskip("attn_backends.backends.triton.schedule")
+decode = pytest.importorskip("attn_backends.backends.triton.kernels.decode")
+equal_cuts = pytest.importorskip("attn_backends.kernels.equal_cuts")
 list_kernel = pytest.importorskip("attn_backends.kernels.prefill.list_kernel")
 split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 
@@ -88,7 +90,7 @@ def test_lists_have_every_query_once(seed: int) -> None:
     query_lens = [numbers.choice((0, 1, numbers.randint(0, most))) for _ in range(num_rows)]
     seq_lens = [count + numbers.choice((0, 5, 3000)) if count else 0 for count in query_lens]
     num_tokens = max(num_rows, sum(query_lens) + numbers.choice((0, 1, 77)))
-    spec = AttentionSpec(2 * group, 2, 32, window_left=numbers.choice((-1, 100)))
+    spec = AttentionSpec(2 * group, 2, 32, window_left=numbers.choice((-1, 100)), dtype=torch.float16)
     limits = Limits(num_rows, num_tokens, 4096)
     made = state.TritonState(plan_groups({0: spec}), KVCacheSpec(64, 16), limits, "cpu")
     made.hold_graph_buffers(num_rows)
@@ -110,7 +112,9 @@ def test_lists_have_every_query_once(seed: int) -> None:
             assert is_rest or query_len > step.metadata.max_decode_len
     for row, _start, _stop, _slot, info, seq_len, first_token, query_len in _cuts(step.schedule):
         if info % (1 << 15) == 0:
-            served[first_token : first_token + query_len] += 1
+            half, query_len = divmod(query_len, equal_cuts.HALF.value)
+            of_row, rows = served[first_token : first_token + query_len].reshape(-1), decode.HALF_ROWS.value
+            of_row[slice(None) if half == 0 else slice((half - 1) * rows, half * rows)] += 1
             assert (seq_len, query_len) == (seq_lens[row], query_lens[row])
             assert 0 < query_len <= step.metadata.max_decode_len
     assert (served == 1).all()

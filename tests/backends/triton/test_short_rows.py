@@ -76,7 +76,8 @@ FAULTS = {
     "halves are the first one": ("lane = tile * BLOCK_M + tl.arange(0, QUERIES)", "lane = tl.arange(0, QUERIES)"),
     "halves lie in one place": ("                 head, tile, first_token,", "                 head, 0, first_token,"),
     "halves are whole": ("if USED_M > HALF_ROWS and half > 0:", "if USED_M > HALF_ROWS and half > 2:"),
-    "nobody does what halves do not": ("elif half > 1:", "elif half > 0:"),
+    "nobody does what halves do not": ("if (half > 1) & ((is_short == 0)", "if (half > 0) & ((is_short == 0)"),
+    "nobody has the second half": ("(query_len * GROUP <= HALF_ROWS)", "(query_len * GROUP <= 2 * HALF_ROWS)"),
     "parts lie where the first one does": ("_store_split(acc, m_i, l_i, True, words, num_splits, split,",
                                            "_store_split(acc, m_i, l_i, True, words, num_splits, 0,"),
 }  # fmt: skip

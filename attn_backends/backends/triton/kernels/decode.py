@@ -145,7 +145,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         num_keys, pages = stop - start, page_table + row.to(tl.int64) * table_row
         is_whole = split_info == MAX_SPLITS
         of_part = PART if USED_M <= HALF_ROWS else tl.where(half > 0, PART, 0)
-        if (has_others == 0) & (num_keys > 0) & (num_keys <= tl.where(is_whole, most_short, of_part)):
+        is_short = (has_others == 0) & (num_keys > 0) & (num_keys <= tl.where(is_whole, most_short, of_part))
+        if (half > 1) & ((is_short == 0) | (query_len * GROUP <= HALF_ROWS)):  # the first half's program does all
+            row = row * 0 - 1
+        elif is_short:
             given = (
                 query, key, value, output, lse, pages, page_ids, sinks, start, stop, seq_len, first_token, query_len,
                 head, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token,
@@ -161,8 +164,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                             BLOCK_M, USED_M, SHORT, LONGER, PART if USED_M <= HALF_ROWS else 0, DIM, DIM_VO, BLOCK_DIM,
                             BLOCK_DIM_VO, JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE, NARROW, THREADS, PDL)  # fmt: skip
             row = row * 0 - 1  # it has nothing more to do
-        elif half > 1:  # the first half does all
-            row = row * 0 - 1
     while row >= 0:
         _attend_item(
             query, key, values, output, lse, page_table + row.to(tl.int64) * table_row, partial_acc, partial_ml,
@@ -368,10 +369,9 @@ def _attend_part(  # type: ignore[no-untyped-def]
     key_slot, value_page, value_slot, out_token, out_head, lse_token, tile, partial_acc, partial_ml, counters,
     first_slot, split_info, SOFT_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, LISTED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    USED_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_DIM_VO: tl.constexpr, JOINED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, JOIN_SIZE: tl.constexpr,
-    WIDE: tl.constexpr, NARROW: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, USED_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, JOINED: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    JOIN_SIZE: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for one of a row's splits, the only one of its program."""
     num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
@@ -396,8 +396,7 @@ def _at_once(  # type: ignore[no-untyped-def]
     window_right, window_left, chunk, query_token, query_head, key_page, key_slot, value_page, value_slot,
     SOFT_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr,
     ANYWHERE: tl.constexpr, PAGE_SIZE: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    USED_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    USED_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_DIM_VO: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What keys `start` to `stop` of a row give, no more than BLOCK_N: its queries' numbers [QUERIES], sums
@@ -429,6 +428,7 @@ def _at_once(  # type: ignore[no-untyped-def]
     if LISTED:
         first = start % PAGE_SIZE if ANYWHERE else 0
         MOST_PAGES: tl.constexpr = (BLOCK_N - 1 + (PAGE_SIZE - 16 if ANYWHERE else 0)) // PAGE_SIZE + 1
+        tl.static_assert(MOST_PAGES <= LISTED_PAGES)
         lanes = tl.maximum(there, keys) - start if LOCAL else tl.arange(0, BLOCK_N)
         nth = (first + lanes) // PAGE_SIZE
         page = nth * 0 + page_ids[0]
