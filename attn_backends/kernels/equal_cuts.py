@@ -17,7 +17,9 @@ PART_SIZES = tl.constexpr(3)  # of short parts that are tried at most, each twic
 MOST_PART_KEYS = tl.constexpr(64)  # of a short part
 MANY_PARTS = tl.constexpr(128)  # of a row, behind which fewer that are longer are faster
 LISTED_PAGES = tl.constexpr(8)  # page ids that are listed with a work item, of its first keys
-HALF = tl.constexpr(1 << 16)  # more query tokens, and twice as many, say which half of a row's queries an item is for
+# Added to a work item's number of query tokens: once if it is for the first half of a row's queries, twice if for the
+# second, and not at all if for all of them.
+HALF = tl.constexpr(1 << 16)
 MUCH_IDLE = tl.constexpr(2)  # blocks of a row, times the part of a GPU beyond half that its last round leaves idle
 _VARY = ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
          "part_keys", "whole_keys", "halves", "num_programs", "window_left", "chunk", "most_tokens", "num_counters",

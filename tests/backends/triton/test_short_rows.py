@@ -179,7 +179,7 @@ def random_parts(
     dice, kv_heads = Random(f"parts {seed}"), min(2, spec.num_kv_heads)
     spec = replace(spec, num_qo_heads=spec.group_size * kv_heads, num_kv_heads=kv_heads)
     query_lens = query_lens[: 3 - kv_heads]
-    return spec, [dice.choice((65, 97, 129, dice.randint(65, most_keys))) for _ in query_lens], query_lens, more
+    return spec, [dice.choice((65, 96, 97, 129, dice.randint(65, most_keys))) for _ in query_lens], query_lens, more
 
 
 @only_interpreted
@@ -197,7 +197,7 @@ def test_random_parts(part_blocks: list[int]) -> None:
 @pytest.mark.parametrize(
     ("dim", "cached", "expected"),
     [(128, torch.float16, {64: [], 65: [32] * 3, 128: [32] * 4, 300: []}),
-     (64, torch.float16, {128: [], 129: [64] * 3}), (256, torch.float16, {65: [32] * 3}),
+     (64, torch.float16, {64: [], 128: [], 129: [64] * 3}), (256, torch.float16, {65: [32] * 3}),
      (128, torch.float8_e4m3fn, {64: [], 65: [64] * 2, 300: [64] * 5})],
 )  # fmt: skip
 def test_which_parts_are_short(
