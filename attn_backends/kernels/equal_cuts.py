@@ -15,6 +15,7 @@ SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program w
 LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
 PART_SIZES = tl.constexpr(3)  # of short parts that are tried at most, each twice the one before
 MOST_PART_KEYS = tl.constexpr(64)  # of a short part
+FEW_PARTS = tl.constexpr(8)  # of a row, which one program joins: with no more they may take more of the programs
 MANY_PARTS = tl.constexpr(128)  # of a row, behind which fewer that are longer are faster
 LISTED_PAGES = tl.constexpr(8)  # page ids that are listed with a work item, of its first keys
 # Added to a work item's number of query tokens: once if it is for the first half of a row's queries, twice if for the
@@ -192,8 +193,9 @@ def _short_parts(  # type: ignore[no-untyped-def]
     exists, blocks, filling, BLOCK_N: tl.constexpr
 ):
     """How many blocks short parts of rows have, the shortest of which no more than half of the programs that a GPU
-    holds at once have one, and no row is in many; 0: there are no such. And how many parts each row is in, and how
-    many halves each of these: all can be attended for at once if they are of the first size."""
+    holds at once have one, or two thirds where no row is in more than FEW_PARTS, and no row is in many; 0: there are no
+    such. And how many parts each row is in, and how many halves each of these: all can be attended for at once if they
+    are of the first size."""
     _few_cuts, _long_cut, heads, num_sms, resident, _row_keys, _much_alike, part_keys, whole_keys, halves = filling
     slots = num_sms * resident
     part, part_blocks = part_keys * 0, tl.maximum(part_keys // BLOCK_N, 1)
@@ -201,7 +203,8 @@ def _short_parts(  # type: ignore[no-untyped-def]
     for _ in tl.static_range(PART_SIZES):
         tried = tl.where(exists & (blocks > whole_keys // BLOCK_N), (blocks + part_blocks - 1) // part_blocks, 1)
         tried = tl.where(exists, tried, 0)
-        fits = (part == 0) & (part_keys > 0) & (2 * tl.sum(tried, 0) * heads <= slots)
+        share = tl.where(tl.max(tried, 0) <= FEW_PARTS, 3, 4)
+        fits = (part == 0) & (part_keys > 0) & (share * tl.sum(tried, 0) * heads <= 2 * slots)
         fits &= (tl.max(tried, 0) <= MANY_PARTS) & (part_blocks * BLOCK_N <= MOST_PART_KEYS)
         part, counts = tl.where(fits, part_blocks, part), tl.where(fits, tried, counts)
         part_blocks *= 2

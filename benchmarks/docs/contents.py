@@ -171,6 +171,8 @@ PAGES = (
                 ("id", "shape", "dtype", "page", "before us", "after us", "ratio")),
         Section("short_halves", "Decodes of few keys: two programs for more than 8 queries, and up to 128 keys at once",
                 ("id", "shape", "dtype", "page", "before us", "after us", "ratio")),
+        Section("short_parts", "Decodes of few keys: parts on two thirds of the programs",
+                ("id", "shape", "dtype", "page", "before us", "after us", "ratio")),
         Section("prefill_prefix", "Prompts with a cached beginning: one pass or two"),
         Section("attention_flashinfer", "FLASHINFER beside its own wrappers", Pivot("us", {"FLASHINFER": "FLASHINFER"}),
                 full=True),
