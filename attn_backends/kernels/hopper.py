@@ -33,6 +33,9 @@ _E5M2 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;") 
 # Of two f32 one register of 16 bits each, the first the lower; and of such a register its two numbers.
 _TO_BF16_PAIR, _TO_FP16_PAIR = (gl.constexpr(f"cvt.rn.{kind}x2.f32 $0, $2, $1;") for kind in ("bf16", "f16"))
 _TAKE_APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
+# Two groups of four warps meet at barriers that Triton has not taken, of 0 to 15: each group's turn begins at its own.
+_TAKE_FIRST, _TAKE_SECOND = (gl.constexpr(f"bar.sync {number}, 256; // dummy $0") for number in (14, 15))
+_PASS_FIRST, _PASS_SECOND = (gl.constexpr(f"bar.arrive {number}, 256; // dummy $0") for number in (14, 15))
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as older versions call it
 
@@ -162,6 +165,23 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):  # type: ignore[no-unty
     for stage in gl.static_range(STAGES):
         mbarrier.init(made.index(stage), COUNT)
     return made
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def take_turn(TURN: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until the other one of two groups of warps has passed its turn: so one's products are under way while the
+    other works out weights. TURN: 0 or 1, which of them this is; -1: there are no turns, and nothing is done."""
+    if TURN >= 0:
+        HOW: gl.constexpr = _TAKE_FIRST if TURN == 0 else _TAKE_SECOND
+        gl.inline_asm_elementwise(HOW, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def pass_turn(TURN: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the other group take its turn, once; TURN is `take_turn`'s."""
+    if TURN >= 0:
+        HOW: gl.constexpr = _PASS_SECOND if TURN == 0 else _PASS_FIRST
+        gl.inline_asm_elementwise(HOW, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

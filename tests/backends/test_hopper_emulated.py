@@ -167,11 +167,12 @@ def nth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("nth")
 @pytest.mark.parametrize("page_size", [16, 48])
 @pytest.mark.parametrize(
-    ("dims", "nth"), [((64, 64), 1), ((64, 64), 2), ((96, 64), 1), ((128, 128), 1), ((192, 128), 1), ((256, 256), 1)],
+    ("dims", "nth"), [((64, 64), 1), ((64, 64), 2), ((96, 64), 0), ((96, 64), 1), ((128, 128), 0), ((128, 128), 1),
+                      ((192, 128), 1), ((256, 256), 1)],
     ids=str,
     indirect=["nth"],
 )  # fmt: skip
-def test_prefill_by_the_other_tile(dims: tuple[int, int], page_size: int, launches: list[int]) -> None:
+def test_prefill_by_one_tile(dims: tuple[int, int], page_size: int, launches: list[int]) -> None:
     check("TRITON", prefill(spec_of(dims), page_size, LENS), launches)
 
 
@@ -536,6 +537,18 @@ FAULTS = {
         "(first + lane) // GROUP, (first + lane) % GROUP",
         "(first + lane) // GROUP, lane % GROUP",
         "a result is written twice",
+    ),
+    "turns that a group without queries keeps": (
+        "triton of 128 dims",
+        "        take_turn(TURN)\n        pass_turn(TURN)\n",
+        "",
+        STUCK,
+    ),
+    "a tile's first turn that is not passed": (
+        "triton of 128 dims",
+        "done, LOGITS, TURN, BLOCK_N, DIM)\n        pass_turn(TURN)\n",
+        "done, LOGITS, TURN, BLOCK_N, DIM)\n",
+        STUCK,
     ),
     "8 bits that are never let go": (
         "triton of 8 bits",

@@ -31,8 +31,8 @@ FAULTS = {
     ],
     "nobody asks for them": [(f"{COPY}\n    return", "    return")],
     "nobody asks for a group's that has none now": [
-        (f"_let_pass(kv_pipeline, done, tile_info[3])\n{NEXT_OF_NONE}",
-         "_let_pass(kv_pipeline, done, tile_info[3])\n            "
+        (f"_let_pass(kv_pipeline, done, tile_info[3], TURN)\n{NEXT_OF_NONE}",
+         "_let_pass(kv_pipeline, done, tile_info[3], TURN)\n            "
          "next_tile_info, _none = _consume(tile_channel, num_tiles, 0)\n"),
     ],
     "results go by their place": [

@@ -370,6 +370,20 @@ class Barrier:
             self.waiting_for, self.phase = self.count, self.phase + 1
 
 
+class NamedBarrier(Barrier):
+    """Where two groups of warps meet: one that syncs waits for the other's arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.waiting_for = 2
+
+    def sync(self) -> None:
+        before = self.phase
+        self.arrive()
+        if self.phase == before:
+            _program().wait(lambda: self.phase > before)
+
+
 class Barriers:
     def __init__(self, count: int) -> None:
         self.barriers = [Barrier() for _ in range(count)]
@@ -455,6 +469,7 @@ class Program:
         self.error: BaseException | None = None
         self.order = random.Random(f"{launch}/{number}")  # in which copies land, and who comes first
         self.ranks: list[int] = []
+        self.turns = [NamedBarrier(), NamedBarrier()]
 
     @property
     def partition(self) -> Partition:
@@ -721,6 +736,8 @@ _STAND_INS: dict[int, Any] = {
     id(hopper.warpgroup_mma_wait): _wait_for_products,
     id(hopper.fence_async_shared): lambda: None,
     id(triton_hopper.anew): lambda number: number if isinstance(number, Scalar) else Scalar(number),
+    id(triton_hopper.take_turn): lambda turn: turn < 0 or _program().turns[turn].sync(),
+    id(triton_hopper.pass_turn): lambda turn: turn < 0 or _program().turns[1 - turn].arrive(),
     id(triton_hopper.to_fp16_pairs): _to_fp16_pairs,
     id(triton_hopper.as_words): lambda p, of_dtype: Tensor(p.data.to(of_dtype).view(torch.int32)),
     id(triton_hopper.of_words): lambda words, of_dtype: Tensor(words.data.view(of_dtype)),

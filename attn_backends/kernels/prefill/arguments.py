@@ -189,6 +189,7 @@ class HopperConstants(NamedTuple):
     DIM: int
     DIM_VO: int
     GROUPS: int
+    IN_TURNS: int
     K_STAGES: int
     V_STAGES: int
     Q_STAGES: int

@@ -2,10 +2,11 @@
 
 Two groups of warps, or one or three, have 64 queries each and share the keys. A group asks for the next block's
 logits, then for the values that the last block's weights give, and works out its weights while the latter are under
-way, as FlashAttention-3 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor
-memory accelerator, out of pages of any multiple of 16 slots. Of 8 bits four more warps make 16 of what it loads. A
-program for each multiprocessor, or two of one group, goes from tile to tile until none is left: one more warp takes
-them shortly before the last one's end, and publishes what the others need, so that nobody waits for what is in memory.
+way, as FlashAttention-3 does (Shah et al., 2024). As there, two groups may ask in turns. A warp that does nothing else
+loads keys and values by the tensor memory accelerator, out of pages of any multiple of 16 slots. Of 8 bits four more
+warps make 16 of what it loads. A program for each multiprocessor, or two of one group, goes from tile to tile until
+none is left: one more warp takes them shortly before the last one's end, and publishes what the others need, so that
+nobody waits for what is in memory.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ from attn_backends.kernels.hopper import (
     of_words,
     online_softmax,
     page_ids,
+    pass_turn,
     piece_start,
     piece_width,
     row_sums,
+    take_turn,
     times_rows,
 )
 from attn_backends.kernels.hopper_writes import write_rows, write_rows_by_shuffles, write_rows_by_smem
@@ -117,6 +120,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
     GROUPS: gl.constexpr,  # of warps that attend, 1 to 3
+    IN_TURNS: gl.constexpr,  # 0 or 1: two groups ask for products in turns
     K_STAGES: gl.constexpr,  # blocks of keys in shared memory
     V_STAGES: gl.constexpr,  # blocks of values there
     Q_STAGES: gl.constexpr,  # tiles of queries in shared memory, 1 or 2
@@ -180,8 +184,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     if GROUPS == 1 and RAW_STAGES > 0:
         gl.warp_specialize(
             [
-                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS,
+                           IN_TURNS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_make_16_bits, (loaded, kv_pipeline, tile_channel, BLOCK_N, DIM, DIM_VO, E5M2)),
                 (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
                          DIM_VO, SPLIT_HEADS, RAW_STAGES)),
@@ -194,8 +198,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     elif GROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS,
+                           IN_TURNS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
                          DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
@@ -207,10 +211,10 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     elif RAW_STAGES:
         gl.warp_specialize(
             [
-                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
-                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS,
+                           IN_TURNS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS,
+                           IN_TURNS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_make_16_bits, (loaded, kv_pipeline, tile_channel, BLOCK_N, DIM, DIM_VO, E5M2)),
                 (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
                          DIM_VO, SPLIT_HEADS, RAW_STAGES)),
@@ -223,10 +227,10 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
-                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS,
+                           IN_TURNS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS,
+                           IN_TURNS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
                          DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
@@ -238,12 +242,12 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
-                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
-                (_attend, (tensors, strides, scales, window, flags, q_2, kv_pipeline, tile_channel, 2, GROUPS, CHUNK,
-                           LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS,
+                           IN_TURNS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS,
+                           IN_TURNS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_2, kv_pipeline, tile_channel, 2, GROUPS,
+                           IN_TURNS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
                          DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
@@ -695,6 +699,7 @@ def _attend(  # type: ignore[no-untyped-def]
     tile_channel,
     warp_group: gl.constexpr,
     GROUPS: gl.constexpr,
+    IN_TURNS: gl.constexpr,
     CHUNK: gl.constexpr,
     LOCAL: gl.constexpr,
     GROUP: gl.constexpr,
@@ -709,6 +714,9 @@ def _attend(  # type: ignore[no-untyped-def]
     tile_info, _ids = _consume(tile_channel, 0, 0)
     _prefetch_queries(q, 0, tile_info, tensors, strides, warp_group, GROUP, DIM, SPLIT_HEADS)
     num_tiles, done = 0, 0
+    TURN: gl.constexpr = warp_group if IN_TURNS else -1
+    if TURN == 1:
+        pass_turn(TURN)  # the other group's is the first
     while tile_info[0] >= 0:
         async_copy.wait_group(0)
         q_scales = _scale_queries(q, num_tiles % Q_STAGES, kv_pipeline[0].dtype, BLOCK_N, DIM)
@@ -718,15 +726,17 @@ def _attend(  # type: ignore[no-untyped-def]
         if tile_info[9] + warp_group * BLOCK_M < tile_info[8] * GROUP:
             next_tile_info = _attend_tile(
                 tile_info, tile_channel, num_tiles, done, tensors, strides, scales, window, flags, q, q_scales,
-                kv_pipeline, warp_group, GROUPS, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES,
+                kv_pipeline, warp_group, GROUPS, TURN, CHUNK, LOCAL, GROUP, BLOCK_N, DIM, DIM_VO, Q_STAGES,
                 SPLIT_HEADS,
             )  # fmt: skip
         else:
-            _let_pass(kv_pipeline, done, tile_info[3])
+            _let_pass(kv_pipeline, done, tile_info[3], TURN)
             next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, DIM,
                                         Q_STAGES, SPLIT_HEADS)  # fmt: skip
         done += tile_info[3]
         tile_info = next_tile_info
+    if TURN == 0:
+        take_turn(TURN)  # which the other group has passed last
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -751,11 +761,14 @@ def _scale_queries(  # type: ignore[no-untyped-def]
     return q_scales
 
 
-@gluon.jit
-def _let_pass(kv_pipeline, done, num_blocks):  # type: ignore[no-untyped-def]
-    """Give back a tile's blocks, which a warp group without queries has no use for, as soon as each has come."""
+@gluon.jit  # type: ignore[untyped-decorator]
+def _let_pass(kv_pipeline, done, num_blocks, TURN: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Give back a tile's blocks, and its turns, which a warp group without queries has no use for, as soon as each has
+    come."""
     _keys, _values, full, empty = kv_pipeline
     for block in range(done, done + num_blocks):
+        take_turn(TURN)
+        pass_turn(TURN)
         for i in gl.static_range(2):
             stage, round_ = block % full[i].shape[0], block // full[i].shape[0]
             mbarrier.wait(full[i].index(stage), round_ & 1)
@@ -779,6 +792,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     kv_pipeline,
     warp_group: gl.constexpr,
     GROUPS: gl.constexpr,
+    TURN: gl.constexpr,  # see `take_turn`
     CHUNK: gl.constexpr,
     LOCAL: gl.constexpr,
     GROUP: gl.constexpr,
@@ -818,7 +832,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         FIRST: gl.constexpr = BOTH if LOCAL else BEHIND  # of a split it may be any
         NEWEST: gl.constexpr = BOTH if LOCAL == 1 or CHUNK < FAR else BEHIND
         q_read = q._reinterpret(keys.dtype, q.shape, BLOCK_LAYOUT)
-        logits = _logits(q_read, q_stage, keys, full[0], done, LOGITS, BLOCK_N, DIM)
+        logits = _logits(q_read, q_stage, keys, full[0], done, LOGITS, TURN, BLOCK_N, DIM)
+        pass_turn(TURN)
         logits = warpgroup_mma_wait(0, deps=(logits,))
         barrier()
         mbarrier.arrive(empty[0].index(done % full[0].shape[0]))
@@ -827,11 +842,13 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         state = (_handed_on(p, values.dtype, GROUPS), acc, m_i, l_i)
         at = (q_read, q_stage, q_scales, kv_pipeline, values, done)
         upper, lower = gl.maximum(upper, 1), gl.maximum(lower, 1)
-        state = _blocks(state, at, 1, upper, last, low, high, scale, NEWEST, GROUPS, BLOCK_N, DIM, DIM_VO)
-        state = _blocks(state, at, upper, lower, last, low, high, scale, 0, GROUPS, BLOCK_N, DIM, DIM_VO)
+        state = _blocks(state, at, 1, upper, last, low, high, scale, NEWEST, GROUPS, TURN, BLOCK_N, DIM,
+                        DIM_VO)  # fmt: skip
+        state = _blocks(state, at, upper, lower, last, low, high, scale, 0, GROUPS, TURN, BLOCK_N, DIM,
+                        DIM_VO)  # fmt: skip
         if LOCAL == 2:
-            state = _blocks(state, at, lower, num_blocks, last, low, high, scale, BEFORE, GROUPS, BLOCK_N, DIM,
-                            DIM_VO)  # fmt: skip
+            state = _blocks(state, at, lower, num_blocks, last, low, high, scale, BEFORE, GROUPS, TURN,
+                            BLOCK_N, DIM, DIM_VO)  # fmt: skip
         next_tile_info = _next_tile(q, tile_channel, num_tiles, tensors, strides, warp_group, GROUP, DIM,
                                     Q_STAGES, SPLIT_HEADS)  # fmt: skip
         p, acc, m_i, l_i = state
@@ -1013,6 +1030,7 @@ def _blocks(  # type: ignore[no-untyped-def]
     scale,
     MASK: gl.constexpr,
     GROUPS: gl.constexpr,
+    TURN: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
@@ -1027,9 +1045,10 @@ def _blocks(  # type: ignore[no-untyped-def]
     for block in range(begin, end):
         before = done + block - 1
         operands = _operands(p, values.dtype, acc, DIM_VO)  # values of 16 bits that a loop hands on are taken apart
-        pending = _logits(q, q_stage, keys, full[0], before + 1, LOGITS, BLOCK_N, DIM)
+        pending = _logits(q, q_stage, keys, full[0], before + 1, LOGITS, TURN, BLOCK_N, DIM)
         mbarrier.wait(full[1].index(before % V_STAGES), before // V_STAGES & 1)
         acc_pending = _add_values(operands, values, before % V_STAGES, acc, BLOCK_N, DIM_VO)
+        pass_turn(TURN)
         logits = warpgroup_mma_wait(num_accs(DIM_VO), deps=(pending,))
         barrier()
         mbarrier.arrive(empty[0].index((before + 1) % K_STAGES))
@@ -1082,7 +1101,7 @@ def _values_of(  # type: ignore[no-untyped-def]
 @gluon.jit  # type: ignore[untyped-decorator]
 def _handed_on(p, of_dtype: gl.constexpr, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
     """A block's weights for the next round: those of three groups of warps, whose threads have the fewest registers,
-    in words, for which two groups would move more between registers."""
+    in words. Two groups were slower so, though their code keeps nothing in memory then."""
     if GROUPS == 3:
         p = as_words(p, of_dtype)
     return p
@@ -1130,13 +1149,14 @@ def _times_rows(acc, row_factors, DIM_VO: gl.constexpr):  # type: ignore[no-unty
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _logits(  # type: ignore[no-untyped-def]
-    q, q_stage, keys, full, block, LOGITS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr
+    q, q_stage, keys, full, block, LOGITS: gl.constexpr, TURN: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr
 ):
-    """Logits [BLOCK_M, BLOCK_N] of a block, under way."""
+    """Logits [BLOCK_M, BLOCK_N] of a block, under way, from the group's turn on."""
     STAGES: gl.constexpr = full.shape[0]
     stage = block % STAGES
     logits = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS)
     mbarrier.wait(full.index(stage), block // STAGES & 1)
+    take_turn(TURN)
     for i in gl.static_range(num_pieces(DIM)):
         some_keys = _piece_of(keys, stage, i, DIM).permute((1, 0))
         logits = warpgroup_mma(_piece_of(q, q_stage, i, DIM), some_keys, logits, use_acc=i > 0, is_async=True)

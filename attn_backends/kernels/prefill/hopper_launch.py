@@ -96,7 +96,7 @@ def _numbers(
         HopperConstants(
             CHUNK=chunk, LOCAL=local, PAGE_SIZE=shape.page_size, TMA_ROWS=rows, KV_HEADS=shape.num_kv_heads,
             GROUP=shape.group_size, BLOCK_N=keys, DIM=shape.head_dim,
-            DIM_VO=shape.head_dim_vo, GROUPS=shape.tile.groups,
+            DIM_VO=shape.head_dim_vo, GROUPS=shape.tile.groups, IN_TURNS=int(shape.tile.in_turns),
             K_STAGES=shape.tile.stages, V_STAGES=shape.tile.blocks_of_values,
             Q_STAGES=shape.tile.q_stages, USE_PDL=shape.use_pdl,
             LAUNCH_DEPENDENTS=shape.launch_dependents, SPLIT=int(is_split), RAW_STAGES=shape.tile.raw_stages,

@@ -68,6 +68,7 @@ class HopperTile(NamedTuple):
     beside: int = 1  # programs that a multiprocessor holds at a time, 1 or 2
     raw_stages: int = 0  # blocks of 8 bits in shared memory, of which 16 are made there; 0: the cache has 16
     value_stages: int = 0  # blocks of values in shared memory; 0: as many as of keys
+    in_turns: bool = False  # two groups ask for products in turns
 
     @property
     def rows(self) -> int:
@@ -94,8 +95,9 @@ def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tup
     where rows have few queries: it has half the size, so that a multiprocessor works on two at a time, where these have
     room; of MLA's heads it has blocks of half the size instead. The third, of narrow heads, has one more group of
     warps, for many tiles that see many keys, and splits none. The first one of heads of 65 to 128 columns, and of more
-    than 192, has room for one more block of values, which are asked for behind keys. Over 8 bits the second has the
-    largest blocks that have room, and two groups of the widest heads would have too few registers."""
+    than 192, has room for one more block of values, which are asked for behind keys; groups of the former take turns.
+    Over 8 bits the second has the largest blocks that have room, and two groups of the widest heads would have too few
+    registers."""
     if is_8_bit:
         if head_dim <= 64:
             return HopperTile(2, 128, 2, raw_stages=4), HopperTile(1, 128, 2, raw_stages=3)
@@ -107,7 +109,7 @@ def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tup
     if head_dim <= 64:
         return HopperTile(2, 128, 4), HopperTile(1, 64, 4, beside=2), HopperTile(3, 128, 4)
     if head_dim <= 128:
-        return HopperTile(2, 128, 2, value_stages=3), HopperTile(1, 64, 2, beside=2)
+        return HopperTile(2, 128, 2, value_stages=3, in_turns=True), HopperTile(1, 64, 2, beside=2)
     if head_dim <= 192 and head_dim_vo <= 128:
         return HopperTile(2, 128, 2, q_stages=1), HopperTile(2, 64, 2)
     if head_dim <= 192:

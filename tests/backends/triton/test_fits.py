@@ -705,7 +705,7 @@ def code_for_hopper(dims: tuple[int, int], page_size: int, how: str, tile: Any, 
     rows = hopper.tma_rows(page_size, tile.keys)
     constants = {"CHUNK": FAR.value, "LOCAL": 2 * (how == "window"), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
                  "KV_HEADS": 2, "GROUP": 5, "BLOCK_N": tile.keys, "DIM": dims[0],
-                 "DIM_VO": dims[1], "GROUPS": tile.groups,
+                 "DIM_VO": dims[1], "GROUPS": tile.groups, "IN_TURNS": int(tile.in_turns),
                  "K_STAGES": tile.stages, "V_STAGES": tile.blocks_of_values,
                  "Q_STAGES": tile.q_stages, "USE_PDL": 1, "LAUNCH_DEPENDENTS": 1,
                  "SPLIT": int(how == "split"), "RAW_STAGES": tile.raw_stages, "E5M2": e5m2}  # fmt: skip
