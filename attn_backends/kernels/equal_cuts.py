@@ -15,7 +15,7 @@ SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program w
 LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
 PART_SIZES = tl.constexpr(3)  # of short parts that are tried at most, each twice the one before
 MOST_PART_KEYS = tl.constexpr(64)  # of a short part
-FEW_PARTS = tl.constexpr(8)  # of a row, which one program joins: with no more they may take more of the programs
+FEW_PARTS = tl.constexpr(8)  # of a row: where none has more they may take more of the programs
 MANY_PARTS = tl.constexpr(128)  # of a row, behind which fewer that are longer are faster
 LISTED_PAGES = tl.constexpr(8)  # page ids that are listed with a work item, of its first keys
 # Added to a work item's number of query tokens: once if it is for the first half of a row's queries, twice if for the
@@ -158,7 +158,7 @@ def _cut(  # type: ignore[no-untyped-def]
 
     A program that goes from one row to another waits for each, and so rows may be cut apart instead, each for itself
     (see `_are_faster_apart`); where there is little to do, and programs to spare, parts may be up to twice as long as
-    the shortest, unless those all run side by side. Where even short ones take half of the GPU at most, they are those.
+    the shortest, unless those all run side by side. Where even short ones leave some of the GPU, they are those.
 
     Returns each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, whether rows are
     apart, and how many halves of its queries a row's parts are listed for."""
@@ -192,10 +192,10 @@ def _cut(  # type: ignore[no-untyped-def]
 def _short_parts(  # type: ignore[no-untyped-def]
     exists, blocks, filling, BLOCK_N: tl.constexpr
 ):
-    """How many blocks short parts of rows have, the shortest of which no more than half of the programs that a GPU
-    holds at once have one, or two thirds where no row is in more than FEW_PARTS, and no row is in many; 0: there are no
-    such. And how many parts each row is in, and how many halves each of these: all can be attended for at once if they
-    are of the first size."""
+    """How many blocks short parts of rows have; 0: there are no such. They are the shortest that no row is in many of,
+    and no more than half of the programs that a GPU holds at once have one of; two thirds where no row is in more than
+    FEW_PARTS. And how many parts each row is in, and how many halves each of these is wished in: all can be attended
+    for at once if they are of the first size."""
     _few_cuts, _long_cut, heads, num_sms, resident, _row_keys, _much_alike, part_keys, whole_keys, halves = filling
     slots = num_sms * resident
     part, part_blocks = part_keys * 0, tl.maximum(part_keys // BLOCK_N, 1)

@@ -550,6 +550,12 @@ FAULTS = {
         "done, LOGITS, TURN, BLOCK_N, DIM)\n",
         STUCK,
     ),
+    "a last turn that nobody takes": (
+        "triton of 128 dims",
+        "        take_turn(TURN)  # which the other group has passed last\n",
+        "        pass\n",
+        "turns are left over",
+    ),
     "8 bits that are never let go": (
         "triton of 8 bits",
         "    mbarrier.arrive(raw_empty.index(raw_stage))\n",

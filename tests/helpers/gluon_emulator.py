@@ -486,6 +486,7 @@ class Program:
             thread.join()
         if self.error is not None:
             raise self.error
+        assert all(turn.waiting_for == turn.count for turn in self.turns), "turns are left over"
 
     def wait(self, is_ready: Callable[[], bool]) -> None:
         """Others run until it is ready, or want to wait themselves."""

@@ -140,6 +140,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     With SPLIT an item of a list is taken in a tile's place, and what splits of a tile's keys give is for
     `join_kernel`.
     """
+    gl.static_assert(IN_TURNS == 0 or GROUPS == 2)
     if USE_PDL:  # the next one may take what was there before this one for granted
         grid_wait()
     if LAUNCH_DEPENDENTS:
@@ -1101,7 +1102,7 @@ def _values_of(  # type: ignore[no-untyped-def]
 @gluon.jit  # type: ignore[untyped-decorator]
 def _handed_on(p, of_dtype: gl.constexpr, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
     """A block's weights for the next round: those of three groups of warps, whose threads have the fewest registers,
-    in words. Two groups were slower so, though their code keeps nothing in memory then."""
+    in words. Two groups were slower so."""
     if GROUPS == 3:
         p = as_words(p, of_dtype)
     return p

@@ -258,13 +258,27 @@ def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> Non
         assert all(stop - start < 2 * min_blocks * block_n for cut in found for _, start, stop, *_ in cut)
 
 
+def lens_in_parts(share: float, slots: int, part: int, whole: int, has_nine: bool, drawn: Any) -> Any:
+    """Lengths of rows that are in as many parts of `part` keys as are that share of `slots`: one is in eight of them,
+    or in nine, and the others in fewer."""
+    left, lens = int(share * slots + 1e-9), []
+    counts = [8 + has_nine]
+    while sum(counts) < left:
+        counts.append(min(int(drawn.integers(1, 9)), left - sum(counts)))
+    for count in counts:  # one part is a row that is whole
+        most = min(whole, part) if count == 1 else count * part
+        lens.append(int(drawn.integers(max((count - 1) * part, whole) + 1, most + 1)) if most > whole else most)
+    return np.array(lens, np.int32)
+
+
 @only_interpreted
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(28))
 def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
     """Random rows: parts of one size, as many keys as is asked for, or twice or four times as many, the shortest of
     which no more than half of the programs that the GPU holds have one, or two thirds of them where no row is in more
-    than one program joins, and no row is in many; rows of few keys are whole. Else, and where none is asked for, as
-    without. Parts of as many keys as is asked for, and rows beside them, come in halves, if these are asked for."""
+    than eight; and no row is in many. Rows of few keys are whole. Else, and where none is asked for, as without. Parts
+    of as many keys as is asked for, and rows beside them, come in halves, if these are asked for and cuts have room for
+    all."""
     drawn = np.random.default_rng(1100 + seed)
     num_rows, heads, resident = int(drawn.integers(1, 12)), int(drawn.integers(1, 5)), int(drawn.choice([4, 8]))
     block_n, num_sms = int(drawn.choice([16, 32])), int(drawn.choice([20, 132]))
@@ -272,9 +286,14 @@ def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
     if seed % 4 == 0:  # one that is in many parts of the shortest size
         lens, heads, num_sms = np.append(lens[:2], drawn.integers(2100, 8100)).astype(np.int32), 1, 132
         num_rows = len(lens)
-    max_cuts, least = num_sms * resident // heads, int(drawn.choice([16, 32, 64]))
+    least, whole = int(drawn.choice([16, 32, 64])), int(drawn.choice([48, 64]))
+    if seed >= 16:  # whose parts have about as many of the programs as may have one, or just as many
+        num_sms, share = 21, (0.48, 0.53, 0.6, 2 / 3, 0.68)[seed % 5]
+        lens, heads = lens_in_parts(share, num_sms * resident, max(least, block_n), whole, seed % 4 == 0, drawn), 1
+        num_rows = len(lens)
+    max_cuts = num_sms * resident // heads
     sizes = cut_list.SplitSizes(num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, 4)
-    filling, whole = cut_list.Filling(max_cuts // 2, 96, heads, num_sms, resident, 32, 32), int(drawn.choice([48, 64]))
+    filling = cut_list.Filling(max_cuts // 2, 96, heads, num_sms, resident, 32, 32)
     found = []
     for part_keys, halves in ((least, 1), (0, 2), (least, 2)):
         counters = torch.zeros(num_rows, dtype=torch.int32)
@@ -296,7 +315,7 @@ def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
     assert counts == wanted.tolist()
     assert all(len(cut) == 1 for cut in found[0])
     assert all(stop - start <= max(part * block_n, whole) for cut in found[0] for _, start, stop, *_ in cut)
-    has_halves = part * block_n <= least
+    has_halves = part * block_n <= least and 2 * wanted.sum() <= max_cuts
     assert checked_halves(found[2], 2) == 1 + has_halves
     assert [item[:7] for cut in found[2] for item in cut][:: 1 + has_halves] == [cut[0][:7] for cut in found[0]]
 
