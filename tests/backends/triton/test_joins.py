@@ -259,6 +259,6 @@ def test_faults_in_meeting_are_found(fault: str, tmp_path: Path) -> None:
     kernel = copied_module(decode, tmp_path, *edits).decode_kernel
     spec = AttentionSpec(10, 2, 32, dtype=torch.float16)
     with nullcontext() if fault == "none" else pytest.raises(AssertionError, match=r"seed|rest|wait for ever"):
-        for seq_lens, num_sms in (([900], 14), ([100], 3)):
+        for seq_lens, num_sms in (([900], 14), ([100], 2)):
             num_splits, _ = attend(spec, seq_lens, num_sms, 0, kernel, query_len=4, patience_s=12.0)
             assert num_splits > SLOTS if num_sms > 8 else num_splits == 2
