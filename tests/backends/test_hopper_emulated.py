@@ -213,9 +213,10 @@ def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monke
 
 
 @only_interpreted
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(32))
 def test_tiles_that_end_within_a_token(seed: int, launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of groups that are no power of two: whole ones that programs look up, by their own lengths, or split."""
+    """Of groups that are no power of two: whole ones that programs look up, by their own lengths, or split, by these
+    too."""
     from attn_backends.backends.triton import metadata
     from attn_backends.backends.triton.plans import TilePlan
     from attn_backends.kernels.prefill.split_tiles import hopper_tile
@@ -227,12 +228,14 @@ def test_tiles_that_end_within_a_token(seed: int, launches: list[int], monkeypat
                                         {"chunk_size": dice.randint(1, 200)}, {"sinks": True}])  # fmt: skip
     spec = spec_of(heads=(heads * group, heads), **seen)
     of_tile = tiles_of(spec)[seed % 2]
-    kind = ("looked up", "by length", "split")[seed // 2 % 3]
-    splits = PrefillSplits(8 * (kind == "split"), hopper_tile(spec, of_tile), by_length=kind == "by length")
+    kind = ("looked up", "by length", "split", "split by length")[seed // 2 % 4]
+    num_sms = 16 if kind == "split by length" else 4
+    splits = PrefillSplits(2 * num_sms * ("split" in kind), hopper_tile(spec, of_tile), by_length="by length" in kind,
+                           split_blocks=int(kind == "split by length"))  # fmt: skip
     monkeypatch.setattr(metadata, "prefill_plan", lambda *_: TilePlan(of_tile, None if kind == "looked up" else splits))
     query_lens = [dice.randint(1, 2 + 300 // group) for _ in range(3)]
     seq_lens = [new + dice.randrange(dice.choice([1, 400])) for new in query_lens]
-    with pretend_multiprocessors(4):
+    with pretend_multiprocessors(num_sms):
         check("TRITON", prefill(spec, 16, (seq_lens, query_lens)), launches)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ class Listed(NamedTuple):
     others_tokens: int = 0  # of a graph of mixed batches, if it has tokens
     num_tokens: int = 0
     by_length: bool = False
+    split_blocks: int = 0
 
     def rows(self) -> tuple[list[int], list[int]]:
         """Query tokens and lengths of all rows, and of the tokens behind them; none of rows that are left alone."""
@@ -94,12 +96,42 @@ def check_list(case: Listed) -> int:
     return num_split
 
 
+def check_split_by_length(case: Listed) -> list[int]:
+    """Tiles come in the order of the keys that they see, of rows that see as many in theirs; each that sees more than a
+    split is split as often as it must be, its splits side by side, and its first one's number is its slot. Returns the
+    numbers of splits."""
+    tile, starts = case.tile, np.cumsum([0, *case.query_lens])
+    size = case.split_blocks * tile.keys * tile.group_size
+    seen = []
+    for row, (query_len, seq_len) in enumerate(zip(*case.rows(), strict=True)):
+        for first in range(0, query_len * tile.group_size, tile.rows):
+            end = (seq_len - query_len) * tile.group_size + first + tile.rows
+            seen.append((-min(end, seq_len * tile.group_size), row, starts[row], query_len, first, seq_len))
+    counts = [-(keys // size) for keys, *_ in sorted(seen)]  # rounded up, of negative ones
+    if sum(count for count in counts if count > 1) * case.spec.num_kv_heads > case.target:
+        counts = [1] * len(counts)  # there is no room for them
+    wanted: list[tuple[int, ...]] = []
+    for (_, *numbers), count in zip(sorted(seen), counts, strict=True):
+        wanted += [(*numbers, count, split, len(wanted)) for split in range(count)]
+    made, listed = list_of(case, len(seen))
+    assert list(map(without_idle_slot, listed[: len(wanted)])) == list(map(without_idle_slot, wanted))
+    assert [each[0] for each in listed[len(wanted) :]] == [-1] * (len(listed) - len(wanted))
+    assert sum(each[5] > 1 for each in wanted) <= made.max_split_items
+    return counts
+
+
+def without_idle_slot(work_item: Sequence[int]) -> tuple[int, ...]:
+    """Of a tile that is whole no slot is read."""
+    return tuple(work_item if work_item[5] > 1 else work_item[:7])
+
+
 def list_of(case: Listed, num_tiles: int) -> tuple[Any, list[list[int]]]:
     """The list, and what it is after it was filled."""
     target, num_rows = case.target, len(case.query_lens) - case.first_row
     where = torch.empty(target * 128 * 64), torch.empty(2 * target * 128), torch.ones(700, dtype=torch.int32)
+    wanted = splits.PrefillSplits(target, case.tile, case.num_whole, 0, case.by_length, case.split_blocks)
     made = split_launch.TileList(
-        splits.PrefillSplits(target, case.tile, case.num_whole, 0, case.by_length), case.spec.num_kv_heads,
+        wanted, case.spec.num_kv_heads,
         launch.visible_range(case.spec), case.first_row, num_rows, num_tiles, 64, where, case.others_tokens,
         case.num_tokens,
     )  # fmt: skip
@@ -130,6 +162,25 @@ def test_kernel_lists_tiles_by_their_own_lengths(seed: int) -> None:
     spec, tile, query_lens, seq_lens, first_row, *_ = draw(seed)
     lists = Random(seed).choice((draw(seed)[2:4], (query_lens[:64], seq_lens[:64])))
     check_list(Listed(spec, tile, *lists, min(first_row, len(lists[0]) - 1), 0, 0, by_length=True))
+
+
+@only_interpreted
+def test_kernel_splits_tiles_by_their_own_lengths() -> None:
+    """Where there is room for as many splits, none where there is not, and all tiles of more rows as their rows are."""
+    counts = []
+    for seed in range(3000, 3060):
+        dice = Random(f"by length {seed}")
+        spec, tile, query_lens, seq_lens, first_row, *_ = draw(seed)
+        query_lens, seq_lens = query_lens[:64], seq_lens[:64]
+        target = dice.choice((1, 9, 132, 264, 5000)) * spec.num_kv_heads
+        longest = max(seq_lens) // tile.keys + 1
+        size = dice.randint(1, dice.choice((2, longest, longest + 1)))
+        first_row = min(first_row, len(query_lens) - 1)
+        case = Listed(spec, tile, query_lens, seq_lens, first_row, target, 0, by_length=True, split_blocks=size)
+        counts.append(check_split_by_length(case))
+    assert sum(max(each, default=0) > 1 for each in counts) > 15
+    assert max(max(each, default=0) for each in counts) > 8
+    check_list(Listed(*draw(2003)[:2], [70] * 65, [900] * 65, 0, 132, 0, by_length=True, split_blocks=2))
 
 
 def draw_alike(seed: int) -> Listed:

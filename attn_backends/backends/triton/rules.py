@@ -25,7 +25,17 @@ from attn_backends.kernels.prefill.launch import (
     suits_hopper_kernel,
 )
 from attn_backends.kernels.prefill.split_tiles import SplitTile, hopper_tile
-from attn_backends.kernels.prefill.splits import PrefillSplits, TileLoad, split_target, time_of
+from attn_backends.kernels.prefill.splits import (
+    FEW_ROWS,
+    PrefillSplits,
+    TileLoad,
+    busy_time,
+    least_time,
+    serial_time,
+    split_target,
+    time_of,
+)
+from attn_backends.kernels.prefill.tile_splits import split_by_tile
 from attn_backends.kernels.prefill.tiles import heads_in_l2, section_heads
 from attn_backends.kernels.prefill.waves import (
     blocks_between,
@@ -147,6 +157,9 @@ def prefill_splits(
     return splits_of_all(*given) or splits_of_a_wave(*given)
 
 
+_FEW_DECODED = 0.02  # of the time of the prefills, up to which decodes are as if there were none
+
+
 def splits_of_a_wave(
     spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
     device: torch.device,
@@ -160,7 +173,9 @@ def splits_of_a_wave(
     is_hidden, longest = hides_keys_before(spec, seq_lens), int(seq_lens.max(initial=0))
     step = 0.0 if is_hidden else blocks_between(spec, tile)
     are_alike = reads_alike(spec, load, longest, num_programs)
-    if not are_alike and (num_decodes or num_programs < _FEWEST_BESIDE * spec.num_kv_heads):
+    if not are_alike and num_programs < _FEWEST_BESIDE * spec.num_kv_heads:
+        return None
+    if not are_alike and num_decodes and decodes > _FEW_DECODED * busy_time(load, *of_split):
         return None
     by_length = faster_by_length(load, *of_split, step)
     num_whole, target = (0, 0) if is_hidden else last_wave(load, *of_split, step, decodes, by_length)
@@ -190,6 +205,10 @@ def splits_of_all(
     return timed_splits(spec, tile, query_lens, seq_lens, num_decodes, device, for_graph)[0]
 
 
+# Part of the time, below which tiles are not split by their own lengths, but as many times as others of their row.
+_LEAST_SAVED_BY_TILE = 0.05
+
+
 def timed_splits(
     spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
     device: torch.device, for_graph: bool = False,
@@ -199,7 +218,17 @@ def timed_splits(
     num_programs = tile.num_programs(num_multiprocessors(device))
     decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
-    target, taken = split_target(load, spec.num_kv_heads, num_programs, tile, decodes)
+    of_split = spec.num_kv_heads, num_programs, tile, decodes
+    target, taken = split_target(load, *of_split)
+    has_room = 0 < int(load.tiles.sum()) * spec.num_kv_heads < num_programs and len(load.tiles) <= FEW_ROWS
+    if has_room and spec.causal and not (for_graph or hides_keys_before(spec, seq_lens)):
+        least = (1 - _LEAST_SAVED_BY_TILE) * taken if target else least_time(load, *of_split)
+        lens = query_lens[num_decodes:], seq_lens[num_decodes:]
+        found = split_by_tile(tile, *lens, spec.num_kv_heads, num_programs, least - serial_time(decodes))
+        if found:
+            most = found.num_splits * spec.num_kv_heads
+            splits = PrefillSplits(most, tile, by_length=True, split_blocks=found.blocks)
+            return splits, found.taken + serial_time(decodes)
     if target:
         return PrefillSplits(target, tile), taken
     if for_graph and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:

@@ -236,6 +236,7 @@ class ListNumbers(NamedTuple):
     group_size: int
     block_keys: int
     min_blocks: int  # of a split at least
+    split_keys: int  # of a split at most, times the query heads of a KV head, where tiles are by their own lengths
 
 
 class ListConstants(NamedTuple):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_backends.kernels.prefill.by_length import list_by_length
 from attn_backends.kernels.split_kv import FAR, load_rows, of_row, store_items
 
 DIGITS = tl.constexpr(16)  # that a digit can be, all of which are tried at a time
 _NOT_CONSTANT = ["first_row", "num_rows", "max_items", "num_whole", "target", "num_kv_heads", "window_right",
                  "window_left", "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "tile_queries",
-                 "group_size", "block_keys", "min_blocks"]  # fmt: skip
+                 "group_size", "block_keys", "min_blocks", "split_keys"]  # fmt: skip
 
 
 @triton.jit(
@@ -39,12 +40,13 @@ def list_kernel(  # type: ignore[no-untyped-def]
     group_size,  # query heads of a KV head
     block_keys,
     min_blocks,  # blocks of a split at least
+    split_keys,  # keys of a split at most, times the query heads of a KV head, if BY_LENGTH
     BLOCK_ROWS: tl.constexpr,  # rows that are looked at at a time; once in all, if there are no more
     OWN_ROWS: tl.constexpr,  # rows whose work items a program lists, with the others of a column of the grid
     BLOCK_ITEMS: tl.constexpr,  # work items of each that it lists at a time
     MIXED: tl.constexpr,  # 0 or 1: of a graph of mixed batches
-    BY_LENGTH: tl.constexpr,  # 0 or 1: all tiles are whole and in the order of their own lengths; OWN_ROWS is 1 then,
-    # and no row is behind the first BLOCK_ROWS
+    BY_LENGTH: tl.constexpr,  # 0 or 1: all tiles are in the order of their own lengths, and split by these; OWN_ROWS is
+    # 1 then, and no row is behind the first BLOCK_ROWS
 ):
     """List a step's tiles, and the splits of those that have several, as `splits.num_splits` says.
 
@@ -55,7 +57,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
     second ones, as tiles that are worked on at a time then read the same keys, and memory is asked for these once. A
     tile's slots are side by side. Then come tiles that are whole as they are short. Of whole tiles the longest rows'
     are in front, and of a row the last ones, which see the most keys where attention is causal: so what is left for the
-    end is short. With BY_LENGTH it is shorter: tiles that see more keys are in front of all rows' that see less.
+    end is short. With BY_LENGTH it is shorter: tiles that see more keys are in front of all rows' that see less, and
+    those that see more than `split_keys` are split, each by itself.
     """
     window, mixed = (window_right, window_left, chunk), (others_tokens, num_tokens)
     tile = (tile_tokens, tile_queries, group_size, block_keys)
@@ -64,6 +67,37 @@ def list_kernel(  # type: ignore[no-untyped-def]
     tiles, blocks, lens, starts, query_lens = _load_of(rows, own, MIXED)
     all_rows = _load_of(rows, tl.arange(0, BLOCK_ROWS), MIXED)
     held = all_rows[:2]
+    if BY_LENGTH:
+        own_row = (tl.sum(tiles, 0), tl.sum(blocks, 0), tl.sum(lens, 0), tl.sum(starts, 0), tl.sum(query_lens, 0))
+        num_items = list_by_length(work_items, rows, tl.sum(own, 0), own_row, all_rows, split_keys, target,
+                                   num_kv_heads, max_items, BLOCK_ROWS, BLOCK_ITEMS)  # fmt: skip
+    else:
+        num_items = _list_by_rows(work_items, rows, own, (tiles, blocks, lens, starts, query_lens), held, target,
+                                  num_kv_heads, min_blocks, max_items, BLOCK_ROWS, BLOCK_ITEMS, MIXED)  # fmt: skip
+
+    NUMBERS: tl.constexpr = OWN_ROWS * BLOCK_ITEMS
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    program, num_programs = program + tl.program_id(1) * num_programs, num_programs * tl.num_programs(1)
+    for begin in range(num_items + program * NUMBERS, max_items, num_programs * NUMBERS):
+        work_item = begin + tl.arange(0, NUMBERS)
+        none, to = work_item * 0, work_items + work_item * 8
+        store_items(
+            to, work_item < max_items, (none - 1, none, none, none, none, none + 1, none, work_item - num_whole)
+        )
+    for begin in range(program * NUMBERS, num_counters, num_programs * NUMBERS):
+        counter = begin + tl.arange(0, NUMBERS)
+        tl.store(counters + counter, counter * 0, mask=counter < num_counters)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _list_by_rows(  # type: ignore[no-untyped-def]
+    work_items, rows, own, own_rows, held, target, num_kv_heads, min_blocks, max_items, BLOCK_ROWS: tl.constexpr,
+    BLOCK_ITEMS: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """List the tiles of a program's own rows, and their splits, in the order of all rows' lengths. Returns how many
+    work items there are of all rows."""
+    tiles, blocks, lens, starts, query_lens = own_rows
+    num_whole, tile_queries = rows[4], rows[7][1]
     edge = _edge_of(rows, held, BLOCK_ROWS, MIXED)
     size = _split_size(rows, held, edge, target, num_kv_heads, min_blocks, BLOCK_ROWS, MIXED)
     counts = _counts_of(rows, held, edge, own, blocks, size, min_blocks, BLOCK_ROWS, MIXED)
@@ -77,7 +111,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
     num_items = whole_counts + tl.where(splits > 1, (tiles - whole) * splits, 0)
     split_begins = num_whole + splits_before - whole_counts
     split_tiles = tl.maximum(tiles - whole, 1)
-    row = first_row + tl.minimum(own, num_rows - 1)  # of tokens behind all rows the last one's pages are looked up
+    row = rows[2] + tl.minimum(own, rows[3] - 1)  # of tokens behind all rows the last one's pages are looked up
     for begin in range(tl.program_id(1) * BLOCK_ITEMS, tl.max(num_items, 0), tl.num_programs(1) * BLOCK_ITEMS):
         nth = (begin + tl.arange(0, BLOCK_ITEMS))[None]
         is_whole, nth_split = nth < whole_counts[:, None], nth - whole_counts[:, None]
@@ -86,45 +120,12 @@ def list_kernel(  # type: ignore[no-untyped-def]
         split_tile = nth_split - split * split_tiles[:, None]
         from_last = tl.where(is_whole, nth, whole[:, None] + split_tile)  # tiles of the row behind it
         slot = (split_begins + whole_counts)[:, None] + split_tile * splits[:, None]  # of several splits
-        if BY_LENGTH:
-            work_item = _by_length(all_rows, own, (tiles, lens, query_lens), nth, tile, BLOCK_ROWS)
         store_items(
             work_items + work_item * 8, (nth < num_items[:, None]) & (work_item < max_items), (row[:, None],
             starts[:, None], query_lens[:, None], (tiles[:, None] - 1 - from_last) * tile_queries, lens[:, None],
             tl.where(is_whole, 1, splits[:, None]), split, slot - num_whole),
         )  # fmt: skip
-
-    NUMBERS: tl.constexpr = OWN_ROWS * BLOCK_ITEMS
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    program, num_programs = program + tl.program_id(1) * num_programs, num_programs * tl.num_programs(1)
-    for begin in range(num_tiles + num_more + program * NUMBERS, max_items, num_programs * NUMBERS):
-        work_item = begin + tl.arange(0, NUMBERS)
-        none, to = work_item * 0, work_items + work_item * 8
-        store_items(
-            to, work_item < max_items, (none - 1, none, none, none, none, none + 1, none, work_item - num_whole)
-        )
-    for begin in range(program * NUMBERS, num_counters, num_programs * NUMBERS):
-        counter = begin + tl.arange(0, NUMBERS)
-        tl.store(counters + counter, counter * 0, mask=counter < num_counters)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _by_length(  # type: ignore[no-untyped-def]
-    all_rows, own, own_row, nth, tile, BLOCK_ROWS: tl.constexpr
-):
-    """[1, BLOCK_ITEMS] i32: how many tiles see more keys than each of a row's, which has `nth` tiles behind it; or as
-    many, and are of a row in front. Of a tile that sees all keys before its end; keys are counted as queries are, as
-    tiles that end within a token differ by less than one."""
-    tiles, _blocks, lens, _starts, query_lens = all_rows
-    own_tiles, own_len, own_query_len = own_row
-    _tile_tokens, tile_queries, group_size, _block_keys = tile
-    ends = (own_len - own_query_len)[:, None] * group_size + (own_tiles[:, None] - nth) * tile_queries
-    keys = tl.minimum(own_len[:, None] * group_size, ends)
-    fewer = keys[:, :, None] - (tl.arange(0, BLOCK_ROWS)[None] < own[:, None]).to(tl.int32)[:, None]
-    context = (lens - query_lens)[None, None] * group_size
-    no_more = tl.maximum(fewer - context, 0) // tile_queries  # tiles of a row that see no more
-    longer = tl.where(fewer < lens[None, None] * group_size, tiles[None, None] - no_more, 0)
-    return tl.sum(longer, 2)
+    return num_tiles + num_more
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -21,6 +21,7 @@ from attn_backends.kernels.prefill.arguments import (
 from attn_backends.kernels.prefill.list_kernel import list_kernel
 from attn_backends.kernels.prefill.split_kernels import join_kernel
 from attn_backends.kernels.prefill.splits import FEW_ROWS, PrefillSplits
+from attn_backends.kernels.split_kv import FAR
 
 MANY_ROWS = 512  # that a program of the list looks at at a time, where there are more than FEW_ROWS
 LIST_PROGRAMS = 256  # of a list, if it has no more rows
@@ -37,7 +38,7 @@ class TileList:
 
     Args:
         splits: the most that there are, and tiles in front that are whole; `splits.num_splits` has those of each row.
-            Without any, tiles may be by their own lengths.
+            Tiles may be by their own lengths, and then be split by these.
         num_kv_heads: of a launch, or more.
         first_row, num_rows: rows from `first_row` on, of whose tensors others may be in front.
         num_tiles: of these rows for one KV head, or an upper bound.
@@ -55,7 +56,7 @@ class TileList:
         num_tiles: int, block_dim_vo: int, workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         others_tokens: int = 0, num_tokens: int = 0,
     ) -> None:  # fmt: skip
-        target, self.tile, self.num_whole, _, by_length = splits
+        target, self.tile, self.num_whole, _, by_length, split_blocks = splits
         tile, self.num_kv_heads = self.tile, num_kv_heads
         self.partial_acc, self.partial_ml, self._counters = workspace
         needs = target * tile.rows * block_dim_vo, 2 * target * tile.rows
@@ -73,6 +74,7 @@ class TileList:
         self._numbers = ListNumbers(
             first_row, num_rows, max_items, self.num_whole, max(1, target), num_kv_heads, *visible, others_tokens,
             num_tokens, len(self._counters), tile.tokens, tile.rows, tile.group_size, tile.keys, tile.min_blocks,
+            split_blocks * tile.keys * tile.group_size or int(FAR.value),
         )  # fmt: skip
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:

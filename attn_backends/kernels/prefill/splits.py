@@ -34,7 +34,8 @@ class PrefillSplits(NamedTuple):
     tile: SplitTile  # of the kernel that this is for: another one splits nothing
     num_whole: int = 0  # tiles of a KV head that come first and are whole
     num_kv_heads: int = 0  # of a launch, if a layer's take several; 0: all
-    by_length: bool = False  # no tile is split, and tiles of all rows are in the order of the keys that they see
+    by_length: bool = False  # tiles of all rows are in the order of the keys that they see; of many rows they are not
+    split_blocks: int = 0  # of a split at most, of tiles by their own lengths that see more; 0: none of these is split
 
     @property
     def is_of_all(self) -> bool:
@@ -67,6 +68,11 @@ def reading_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: Spl
     if not tile.of_a_read:
         return 0.0
     first, all_read = int(np.minimum(load.tiles, 1) @ load.blocks), int(load.tiles @ load.blocks)
+    return read_time(first, all_read, num_kv_heads, num_programs, tile)
+
+
+def read_time(first: int, all_read: int, num_kv_heads: int, num_programs: int, tile: SplitTile) -> float:
+    """The same of so many blocks of a KV head, the first ones from memory."""
     return (tile.of_a_read * first + tile.of_another * (all_read - first)) * num_kv_heads / num_programs
 
 
@@ -118,9 +124,7 @@ def split_target(
             behind one whose keys are split.
     """
     all_busy = busy_time(load, num_kv_heads, num_programs, tile) + decodes
-    of_whole = max(_whole_time(load, num_kv_heads, num_programs, tile), all_busy)
-    least_saved = max(_LEAST_SAVED_OF_LONG, _LEAST_SAVED * min(1.0, _LONG / 2 / of_whole)) if of_whole else 0.0
-    best, least = 0, (1 - least_saved) * of_whole
+    best, least = 0, least_time(load, num_kv_heads, num_programs, tile, decodes)
     if all_busy + tile.of_the_join >= least:
         return best, 0.0
     targets = tried_targets(num_programs)
@@ -131,6 +135,14 @@ def split_target(
         if is_split and taken <= least:
             best, least = target, taken
     return best, least if best else 0.0
+
+
+def least_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, decodes: float = 0.0) -> float:
+    """What rows take at least, with the decodes, beneath which some are split: less than whole ones take."""
+    all_busy = busy_time(load, num_kv_heads, num_programs, tile) + decodes
+    of_whole = max(_whole_time(load, num_kv_heads, num_programs, tile), all_busy)
+    least_saved = max(_LEAST_SAVED_OF_LONG, _LEAST_SAVED * min(1.0, _LONG / 2 / of_whole)) if of_whole else 0.0
+    return (1 - least_saved) * of_whole
 
 
 def tried_targets(num_programs: int) -> list[int]:

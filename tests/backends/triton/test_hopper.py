@@ -318,7 +318,8 @@ def test_random_rows_by_each_tile(seed: int, served: list[bool], monkeypatch: py
     if tile.groups == 1 and spec.group_size <= tile.rows and seed % 4:
         listed = launch.hopper_tile(spec, tile)
         most = most_tile_splits(listed.num_programs(launch.num_multiprocessors(torch.device("cuda"))))
-        splits = PrefillSplits((0, most // 2, most)[seed % 4 - 1], listed)
+        blocks = Random(f"by length {seed}").choice((0, 0, 1, 3))
+        splits = PrefillSplits((0, most // 2, most)[seed % 4 - 1], listed, by_length=blocks > 0, split_blocks=blocks)
     monkeypatch.setattr(metadata, "prefill_plan", lambda *_: plans.TilePlan(tile, splits))
     monkeypatch.setattr(metadata, "are_faster_together", lambda *_: False)
     query_lens = [numbers.randint(20, numbers.choice([40, 300])) for _ in range(numbers.choice([1, 5, 40]))]

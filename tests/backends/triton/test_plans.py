@@ -140,16 +140,17 @@ def test_rows_of_sections_that_leave_none_idle_for_long_come_as_they_are() -> No
 
 
 @pytest.mark.parametrize(
-    ("heads", "window_left", "num_decodes", "target"),
-    [(28, -1, 0, 132), (28, -1, 1, 0), (28, 8000, 0, 0), (45, -1, 0, 0)],
+    ("heads", "window_left", "decoded", "target"),
+    [(28, -1, 0, 132), (28, -1, 100, 132), (28, -1, 20_000, 0), (28, 8000, 0, 0), (45, -1, 0, 0)],
     ids=str,
 )
-def test_a_last_wave_of_many_heads_is_split(heads: int, window_left: int, num_decodes: int, target: int) -> None:
-    """Though fewer tiles read the same keys at a time then; not beside decodes, nor of too many heads or of windows."""
+def test_a_last_wave_of_many_heads_is_split(heads: int, window_left: int, decoded: int, target: int) -> None:
+    """Though fewer tiles read the same keys at a time then; not beside decodes of many keys, nor of too many heads or
+    of windows."""
     spec = layer(num_qo_heads=heads, num_kv_heads=heads, window_left=window_left)
-    tokens, keys = np.array([1, 1248], np.int32), np.array([100, 14_593], np.int32)
-    lens = (tokens, keys) if num_decodes else (tokens[1:], keys[1:])
-    found = rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), *lens, num_decodes, DEVICE)
+    tokens, keys = np.array([1, 1248], np.int32), np.array([decoded, 14_593], np.int32)
+    lens = (tokens, keys) if decoded else (tokens[1:], keys[1:])
+    found = rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), *lens, int(decoded > 0), DEVICE)
     assert (found.target if found else 0) == target
 
 

@@ -112,6 +112,23 @@ def test_random_layers_with_whole_tiles(seed: int) -> None:
 
 
 @only_interpreted
+@pytest.mark.parametrize("seed", range(2000, 2012))
+def test_random_layers_whose_tiles_are_split_by_their_own_lengths(seed: int) -> None:
+    """Those that see the most keys as often as they must be, and some not at all."""
+    batch, num_sms = draw(seed)
+    layer = replace(batch.spec, causal=True, window_left=-1, chunk_size=None)
+    rows = [row.data for row in batch.rows]
+    lens = [row.seq_len for row in rows], [row.query_len for row in rows]
+    batch = random_batch(get_backend("TRITON"), layer, *lens, seed=seed, poison=float("nan"))
+    longest = max(seq_len for seq_len, query_len in zip(*lens, strict=True) if query_len > 1)
+    with splitting(max(24, num_sms), split_blocks=max(1, longest // TILE.keys // (2 + seed % 3))):
+        step = check(batch)
+    counts = [int(each[5]) for each in step.splits.work_items if each[0] >= 0]
+    assert counts == sorted(counts, reverse=True)
+    assert 1 < counts[0] > counts[-1]
+
+
+@only_interpreted
 @pytest.mark.parametrize("seed", range(18))
 def test_tiles_that_end_within_a_token(seed: int) -> None:
     """Of groups that are no power of two, some of more queries than a tile: counted, listed as they are, or split."""

@@ -1,0 +1,72 @@
+"""Splits of the tiles that see the most keys, each by itself, where all tiles and splits are worked on at once.
+
+The tiles of a prompt see from a block to all of its keys, so that the last ones alone take twice as long as all would
+in equal parts. `splits.num_splits` has as many splits for each tile of a row, more than there are programs for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attn_backends.batch.page_table import IntArray
+from attn_backends.kernels.prefill.split_tiles import SplitTile
+from attn_backends.kernels.prefill.splits import read_time
+
+
+class TileSplits(NamedTuple):
+    """How tiles are split by their own lengths."""
+
+    blocks: int  # of a split at most; a tile that sees no more is whole
+    num_splits: int  # of all tiles of a KV head that are split
+    taken: float  # in blocks of the usual tile that a program reads
+
+
+def tile_keys(tile: SplitTile, query_lens: IntArray, seq_lens: IntArray) -> NDArray[np.int64]:
+    """Keys that each tile sees, row by row, the first one first; counted as queries are, times the query heads of a KV
+    head, as `by_length.list_by_length` does."""
+    tiles = tile.num_tiles(query_lens)
+    row = np.repeat(np.arange(len(tiles)), tiles)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    seen = seq_lens.astype(np.int64) * tile.group_size
+    context = seen - query_lens.astype(np.int64) * tile.group_size
+    keys: NDArray[np.int64] = np.minimum(seen[row], context[row] + (nth + 1) * tile.rows)
+    return keys
+
+
+def split_by_tile(
+    tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_kv_heads: int, num_programs: int, least: float
+) -> TileSplits | None:
+    """The shortest splits with which all tiles and splits are worked on at once, if that takes less time than `least`.
+
+    Args:
+        query_lens, seq_lens: [rows], FEW_ROWS at most, or upper bounds of the latter; each query sees all keys before
+            its own. They have a tile at least.
+        least: in blocks of the usual tile that a program reads.
+    """
+    tiles, most = tile.num_tiles(query_lens), num_programs // num_kv_heads
+    keys, of_block = tile_keys(tile, query_lens, seq_lens), tile.keys * tile.group_size
+    blocks = -(-keys // of_block)
+    low, high = max(2 * tile.min_blocks, -(-int(blocks.sum()) // most)), int(blocks.max())
+    if low >= high or tile.alone * tile.of_a_block * low + tile.of_a_tile + tile.of_the_join >= least:
+        return None
+    while low < high:
+        size = (low + high) // 2
+        if int((-(-keys // (size * of_block))).sum()) > most:
+            low = size + 1
+        else:
+            high = size
+    splits = -(-keys // (low * of_block))
+    if splits.max() < 2:
+        return None
+    of_split, row = np.where(splits > 1, splits, 0), np.repeat(np.arange(len(tiles)), tiles)
+    used = (query_lens * tile.group_size / np.maximum(tiles * tile.rows, 1))[row]
+    of_a_block = tile.block_time(int(splits.sum()) * num_kv_heads, num_programs)
+    computed = of_a_block * int((-(-blocks // splits)).max()) + tile.of_a_tile
+    of_rows = int(np.maximum.reduceat(blocks, np.flatnonzero(np.diff(row, prepend=-1))).sum())
+    read = read_time(of_rows, int(blocks.sum()), num_kv_heads, num_programs, tile)
+    joined = tile.of_the_join + tile.of_all_splits * float(of_split @ used) * num_kv_heads / num_programs
+    taken = max(computed, read) + joined
+    return TileSplits(low, int(of_split.sum()), taken) if taken < least else None
