@@ -53,6 +53,9 @@ TRIED = ("split ", "portable ", "1 x ", "2 x ", "3 x ")
 def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
     """Metadata by the name of each way to serve the batch; the rule's last."""
     built = parts.builder.build(0, without_new_keys(problem.common))
+    rule, is_decoded = built, 0 < built.num_rows <= built.num_decode_rows
+    if is_decoded and problem.common.max_query_len > 1:  # that prefill's kernels can serve too
+        built = replace(built, num_decode_rows=0, num_decode_row_tokens=0, max_decode_len=0)
     spec, first = problem.spec, built.num_decode_rows
     lens = [getattr(problem.common, f"{name}_lens_cpu").numpy()[: built.num_rows] for name in ("query", "seq")]
     share = (
@@ -78,7 +81,7 @@ def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
         of_decode = {"num_decode_rows": built.num_rows, "num_decode_row_tokens": built.num_row_tokens}
         of_decode["max_decode_len"] = problem.common.max_query_len
         ways[DECODED] = replace(whole, prefill_share=None, **of_decode)
-    return ways | {RULE: built}
+    return ways | {RULE: rule}
 
 
 def _splits(whole: Any, tile: SplitTile, num_programs: int, name: str) -> dict[str, Any]:
