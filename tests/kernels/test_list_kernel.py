@@ -21,6 +21,7 @@ split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 
 BF16 = torch.bfloat16
+EXACT = -1  # a target: as many splits as there are
 
 
 class Listed(NamedTuple):
@@ -107,7 +108,9 @@ def check_split_by_length(case: Listed) -> list[int]:
         for first in range(0, query_len * tile.group_size, tile.rows):
             end = (seq_len - query_len) * tile.group_size + first + tile.rows
             seen.append((-min(end, seq_len * tile.group_size), row, starts[row], query_len, first, seq_len))
-    counts = [-(keys // size) for keys, *_ in sorted(seen)]  # rounded up, of negative ones
+    counts = [max(1, -(keys // size)) for keys, *_ in sorted(seen)]  # rounded up, of negative ones
+    if case.target == EXACT:
+        case = case._replace(target=max(1, sum(count for count in counts if count > 1) * case.spec.num_kv_heads))
     if sum(count for count in counts if count > 1) * case.spec.num_kv_heads > case.target:
         counts = [1] * len(counts)  # there is no room for them
     wanted: list[tuple[int, ...]] = []
@@ -172,7 +175,8 @@ def test_kernel_splits_tiles_by_their_own_lengths() -> None:
         dice = Random(f"by length {seed}")
         spec, tile, query_lens, seq_lens, first_row, *_ = draw(seed)
         query_lens, seq_lens = query_lens[:64], seq_lens[:64]
-        target = dice.choice((1, 9, 132, 264, 5000)) * spec.num_kv_heads
+        target = dice.choice((1, 9, 132, 264, 5000)) * spec.num_kv_heads if seed % 3 else EXACT
+        seq_lens = [length if dice.random() < 0.9 else 0 for length in seq_lens]  # of rows whose queries see no keys
         longest = max(seq_lens) // tile.keys + 1
         size = dice.randint(1, dice.choice((2, longest, longest + 1)))
         first_row = min(first_row, len(query_lens) - 1)
@@ -180,7 +184,27 @@ def test_kernel_splits_tiles_by_their_own_lengths() -> None:
         counts.append(check_split_by_length(case))
     assert sum(max(each, default=0) > 1 for each in counts) > 15
     assert max(max(each, default=0) for each in counts) > 8
-    check_list(Listed(*draw(2003)[:2], [70] * 65, [900] * 65, 0, 132, 0, by_length=True, split_blocks=2))
+
+
+@only_interpreted
+def test_kernel_lists_no_padding_behind_tiles_that_are_split() -> None:
+    """Rows without queries, of which there may be more than are listed by the lengths of tiles."""
+    spec, tile, lens = AttentionSpec(1, 1, 64, dtype=BF16), split_tiles.SplitTile(1, 128, 128), [3000] + [1] * 63
+    case = Listed(spec, tile, lens, lens, 0, 54, 0, by_length=True, split_blocks=6)
+    counts = check_split_by_length(case)
+    padded = [*lens, *[0] * 30]
+    assert check_split_by_length(case._replace(query_lens=padded, seq_lens=padded)) == counts
+    assert max(counts) == 4
+
+
+@only_interpreted
+def test_kernel_lists_very_long_rows() -> None:
+    """Of ten million keys and 128 query heads for each KV head, which are most of an int32; whole, and split."""
+    spec, tile = AttentionSpec(128, 1, 64, dtype=BF16), split_tiles.SplitTile(128, 128, 128)
+    case = Listed(spec, tile, [2, 1], [10_000_000, 8_000_000], 0, 9, 0, by_length=True, split_blocks=62_501)
+    assert check_split_by_length(case) == [2, 2, 1]
+    assert check_split_by_length(case._replace(target=1)) == [1, 1, 1]
+    check_list(case._replace(target=0, split_blocks=0))
 
 
 def draw_alike(seed: int) -> Listed:

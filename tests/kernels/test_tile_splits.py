@@ -76,7 +76,8 @@ def of_size(case: Case, size: int) -> tuple[int, int, float]:
 
 @pytest.mark.parametrize("part", range(4))
 def test_the_shortest_splits_that_have_a_program_each(part: int) -> None:
-    """By all sizes of a split; none where they would take longer than is asked for, and where tiles fill the GPU."""
+    """By all sizes of a split; none where they would take longer than is asked for, where tiles fill the GPU, and where
+    a tile would have more than 32."""
     num_found = 0
     for seed in range(150 * part, 150 * part + 150):
         case = draw(seed)
@@ -85,7 +86,7 @@ def test_the_shortest_splits_that_have_a_program_each(part: int) -> None:
         longest = -int(-max(keys) // case.tile.keys)
         sizes = [size for size in range(2 * case.tile.min_blocks, longest) if of_size(case, size)[0] <= most]
         found = case.found()
-        assert (found is not None) == bool(sizes)
+        assert (found is not None) == (len(sizes) > 0 and max(keys) <= 32 * sizes[0] * case.tile.keys)
         if found:
             _, num_splits, taken = of_size(case, sizes[0])
             assert found == (sizes[0], num_splits, pytest.approx(taken))
@@ -143,3 +144,24 @@ def test_decodes_run_behind_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.append(time if found else None)
     assert taken[0] == pytest.approx(taken[1])
     assert taken[2] is None
+
+
+@pytest.mark.parametrize(
+    ("query_len", "seq_len", "is_split"), [(4933, 4933, False), (4933, 40_000, True), (300, 40_000, True)]
+)
+def test_splits_by_tile_are_to_save_a_part_of_the_time(
+    query_len: int, seq_len: int, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what as many splits of each tile take, or of what whole tiles do; decodes come on top."""
+    asked: list[float] = []
+    monkeypatch.setattr(rules, "num_multiprocessors", lambda _device: SMS)
+    monkeypatch.setattr(rules, "split_by_tile", lambda *given: asked.append(given[-1]))
+    spec, device = AttentionSpec(2, 2, 64, dtype=torch.bfloat16), torch.device("cpu")
+    tile = split_tiles.hopper_tile(spec)
+    lens = np.array([1, query_len], np.int32), np.array([10_000, seq_len], np.int32)
+    found, taken = rules.timed_splits(spec, tile, *lens, 1, device)
+    assert (found is not None) == is_split
+    load = splits.TileLoad.of(spec, tile, lens[0][1:], lens[1][1:])
+    decodes = rules.decode_time(spec, tile, lens[1][:1], device)
+    least = 0.95 * taken if is_split else splits.least_time(load, 2, SMS, tile, decodes)
+    assert asked == [pytest.approx(least - splits.serial_time(decodes))]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.split_kv import FAR, store_items
+from attn_backends.kernels.split_kv import store_items
+
+UNSPLIT = tl.constexpr((1 << 31) - 1)  # keys of a split, which no tile sees more of
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -28,7 +30,7 @@ def list_by_length(  # type: ignore[no-untyped-def]
     BLOCK_ITEMS: tl.constexpr,
 ):
     """List a row's tiles, a tile's splits side by side, and behind those of all tiles that see more keys; the number of
-    items of a split tile's first split is its partial slot. Returns how many work items there are of all rows."""
+    a split tile's first work item is its partial slot. Returns how many work items all rows have."""
     _tile_tokens, tile_queries, group_size, _block_keys = rows[7]
     split_keys = _allowed(all_rows, rows[7], split_keys, target, num_kv_heads)
     most = _most_splits(all_rows, group_size, split_keys)
@@ -40,10 +42,13 @@ def list_by_length(  # type: ignore[no-untyped-def]
         ends = (length - query_len) * group_size + (tiles - nth) * tile_queries
         keys = tl.minimum(length * group_size, ends)
         fewer = keys[:, None] - in_front  # of tiles that see as many those of the rows in front come first
+        splits = tl.maximum((keys - 1) // split_keys + 1, 1)
+        own_most = tl.max(splits, 0)
         before = _num_longer(all_rows, rows[7], fewer)
-        for several in range(1, most):
+        for several in range(1, own_most):
             before += _num_longer(all_rows, rows[7], tl.maximum(fewer, several * split_keys))
-        splits = tl.maximum((keys + split_keys - 1) // split_keys, 1)
+        for several in range(own_most, most):  # of tiles that are all longer
+            before += _num_above(all_rows, rows[7], several * split_keys)
         same = nth * 0
         for split in range(0, most):
             work_item = before + split
@@ -60,18 +65,18 @@ def list_by_length(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _allowed(all_rows, tile, split_keys, target, num_kv_heads):  # type: ignore[no-untyped-def]
-    """Keys of a split, or more than any tile sees, where rows that are longer than was said would have more splits than
-    there is room for."""
+    """Keys of a split; UNSPLIT where rows that are longer than was said would have more splits than there is room
+    for."""
     num_splits = _num_above(all_rows, tile, split_keys)  # the first ones
     for several in range(1, _most_splits(all_rows, tile[2], split_keys)):
         num_splits += _num_above(all_rows, tile, several * split_keys)
-    return tl.where(num_splits * num_kv_heads > target, FAR, split_keys)
+    return tl.where(num_splits * num_kv_heads > target, UNSPLIT, split_keys)
 
 
 @triton.jit
 def _most_splits(all_rows, group_size, split_keys):  # type: ignore[no-untyped-def]
     """Splits of the tile that sees the most keys."""
-    return tl.maximum((tl.max(all_rows[2], 0) * group_size + split_keys - 1) // split_keys, 1)
+    return tl.maximum((tl.max(all_rows[2], 0) * group_size - 1) // split_keys + 1, 1)
 
 
 @triton.jit

@@ -57,8 +57,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
     second ones, as tiles that are worked on at a time then read the same keys, and memory is asked for these once. A
     tile's slots are side by side. Then come tiles that are whole as they are short. Of whole tiles the longest rows'
     are in front, and of a row the last ones, which see the most keys where attention is causal: so what is left for the
-    end is short. With BY_LENGTH it is shorter: tiles that see more keys are in front of all rows' that see less, and
-    those that see more than `split_keys` are split, each by itself.
+    end is short. With BY_LENGTH it is shorter: tiles that see more keys are in front of all rows' that see less. Those
+    that see more than `split_keys` are split then, each into as many splits as it must be, which lie side by side.
     """
     window, mixed = (window_right, window_left, chunk), (others_tokens, num_tokens)
     tile = (tile_tokens, tile_queries, group_size, block_keys)

@@ -18,10 +18,10 @@ from attn_backends.kernels.prefill.arguments import (
     ListTensors,
     VisibleRange,
 )
+from attn_backends.kernels.prefill.by_length import UNSPLIT
 from attn_backends.kernels.prefill.list_kernel import list_kernel
 from attn_backends.kernels.prefill.split_kernels import join_kernel
 from attn_backends.kernels.prefill.splits import FEW_ROWS, PrefillSplits
-from attn_backends.kernels.split_kv import FAR
 
 MANY_ROWS = 512  # that a program of the list looks at at a time, where there are more than FEW_ROWS
 LIST_PROGRAMS = 256  # of a list, if it has no more rows
@@ -57,6 +57,7 @@ class TileList:
         others_tokens: int = 0, num_tokens: int = 0,
     ) -> None:  # fmt: skip
         target, self.tile, self.num_whole, _, by_length, split_blocks = splits
+        num_rows = min(num_rows, FEW_ROWS) if split_blocks else num_rows  # there are no more, but for padding behind
         tile, self.num_kv_heads = self.tile, num_kv_heads
         self.partial_acc, self.partial_ml, self._counters = workspace
         needs = target * tile.rows * block_dim_vo, 2 * target * tile.rows
@@ -74,7 +75,7 @@ class TileList:
         self._numbers = ListNumbers(
             first_row, num_rows, max_items, self.num_whole, max(1, target), num_kv_heads, *visible, others_tokens,
             num_tokens, len(self._counters), tile.tokens, tile.rows, tile.group_size, tile.keys, tile.min_blocks,
-            split_blocks * tile.keys * tile.group_size or int(FAR.value),
+            split_blocks * tile.keys * tile.group_size or int(UNSPLIT.value),
         )  # fmt: skip
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:

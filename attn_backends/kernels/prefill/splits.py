@@ -2,8 +2,9 @@
 
 A launch is told a target, how many splits there may be of all tiles and KV heads, and of how many tiles none are. How
 long a split is follows on the device from the rows' lengths there (see `list_kernel.list_kernel`), and so it does
-here: `num_splits` is the one rule. Whatever the lengths are, no more tiles' splits than the target need a slot, and a
-launch that is captured once suits all lengths that come.
+here: `num_splits` is the rule for both. Whatever the lengths are, no more tiles' splits than the target need a slot,
+and a launch that is captured once suits all lengths that come. `tile_splits` has another rule, of splits whose length
+the host says.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PrefillSplits(NamedTuple):
     num_whole: int = 0  # tiles of a KV head that come first and are whole
     num_kv_heads: int = 0  # of a launch, if a layer's take several; 0: all
     by_length: bool = False  # tiles of all rows are in the order of the keys that they see; of many rows they are not
-    split_blocks: int = 0  # of a split at most, of tiles by their own lengths that see more; 0: none of these is split
+    split_blocks: int = 0  # of a split at most, of FEW_ROWS' tiles by their own lengths; 0: none of these is split
 
     @property
     def is_of_all(self) -> bool:

@@ -1,7 +1,7 @@
 """Splits of the tiles that see the most keys, each by itself, where all tiles and splits are worked on at once.
 
 The tiles of a prompt see from a block to all of its keys, so that the last ones alone take twice as long as all would
-in equal parts. `splits.num_splits` has as many splits for each tile of a row, more than there are programs for.
+in equal parts. By `splits.num_splits` all tiles of a row have as many splits, for which there may not be programs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.prefill.split_tiles import SplitTile
 from attn_backends.kernels.prefill.splits import read_time
+
+_MOST_SPLITS = 32  # of a tile: the list looks at all rows once for each
 
 
 class TileSplits(NamedTuple):
@@ -59,7 +61,7 @@ def split_by_tile(
         else:
             high = size
     splits = -(-keys // (low * of_block))
-    if splits.max() < 2:
+    if not 2 <= splits.max() <= _MOST_SPLITS:
         return None
     of_split, row = np.where(splits > 1, splits, 0), np.repeat(np.arange(len(tiles)), tiles)
     used = (query_lens * tile.group_size / np.maximum(tiles * tile.rows, 1))[row]

@@ -756,14 +756,14 @@ def test_joins_of_splits_stay_in_registers(dim_vo: int) -> None:
     assert "LDL" not in listing(made)
 
 
-@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("kind", [{}, {"is_mixed": True}, {"by_length": True}], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 100])
-def test_lists_of_tiles_stay_in_registers(num_rows: int, is_mixed: bool) -> None:
+def test_lists_of_tiles_stay_in_registers(num_rows: int, kind: dict[str, bool]) -> None:
     from triton.compiler import ASTSource
 
     from attn_backends.kernels.prefill import list_kernel, split_launch
 
-    constants, warps = split_launch.list_form(num_rows, is_mixed=is_mixed)
+    constants, warps = split_launch.list_form(num_rows, **{"is_mixed": False} | kind)
     made = _compiled(ASTSource, list_kernel.list_kernel, {}, constants._asdict(), warps, 90)
     assert "LDL" not in listing(made)
 

@@ -141,7 +141,7 @@ def test_rows_of_sections_that_leave_none_idle_for_long_come_as_they_are() -> No
 
 @pytest.mark.parametrize(
     ("heads", "window_left", "decoded", "target"),
-    [(28, -1, 0, 132), (28, -1, 100, 132), (28, -1, 20_000, 0), (28, 8000, 0, 0), (45, -1, 0, 0)],
+    [(28, -1, 0, 132), (28, -1, 100, 132), (28, -1, 12_000, 0), (28, 8000, 0, 0), (45, -1, 0, 0)],
     ids=str,
 )
 def test_a_last_wave_of_many_heads_is_split(heads: int, window_left: int, decoded: int, target: int) -> None:
@@ -152,6 +152,13 @@ def test_a_last_wave_of_many_heads_is_split(heads: int, window_left: int, decode
     lens = (tokens, keys) if decoded else (tokens[1:], keys[1:])
     found = rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), *lens, int(decoded > 0), DEVICE)
     assert (found.target if found else 0) == target
+
+
+def test_a_last_wave_of_few_heads_is_split_beside_decodes() -> None:
+    """Of any keys: as many tiles read the same ones at a time as without."""
+    spec, lens = layer(num_qo_heads=11, num_kv_heads=11), ([1, 1664], [12_000, 14_593])
+    found = rules.splits_of_a_wave(spec, split_tiles.hopper_tile(spec), *map(np.array, lens), 1, DEVICE)
+    assert (found.target, found.num_whole) == (132, 12)
 
 
 def test_short_tiles_of_all_heads_at_once_come_as_they_are() -> None:
