@@ -40,9 +40,7 @@ def splitting(
         }  # fmt: skip
     if split_blocks:
 
-        def by_tile(
-            _tile: object, _query: object, _seq: object, heads: int, num_programs: int, _least: object
-        ) -> object:
+        def by_tile(_load: object, _keys: object, heads: int, num_programs: int, *_: object) -> object:
             return tile_splits.TileSplits(split_blocks, splits.most_tile_splits(num_programs) // heads, 0.0)
 
         changes = {"split_target": lambda *_: (0, 0.0), "split_by_tile": by_tile}

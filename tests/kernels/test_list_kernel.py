@@ -134,9 +134,8 @@ def list_of(case: Listed, num_tiles: int) -> tuple[Any, list[list[int]]]:
     where = torch.empty(target * 128 * 64), torch.empty(2 * target * 128), torch.ones(700, dtype=torch.int32)
     wanted = splits.PrefillSplits(target, case.tile, case.num_whole, 0, case.by_length, case.split_blocks)
     made = split_launch.TileList(
-        wanted, case.spec.num_kv_heads,
-        launch.visible_range(case.spec), case.first_row, num_rows, num_tiles, 64, where, case.others_tokens,
-        case.num_tokens,
+        wanted, case.spec.num_kv_heads, launch.visible_range(case.spec), case.first_row, num_rows, num_tiles, 64, where,
+        case.others_tokens, case.num_tokens,
     )  # fmt: skip
     held = torch.full((len(made.work_items) + 3, 8), -7, dtype=torch.int32)
     made.work_items = held[:-3]
@@ -169,7 +168,7 @@ def test_kernel_lists_tiles_by_their_own_lengths(seed: int) -> None:
 
 @only_interpreted
 def test_kernel_splits_tiles_by_their_own_lengths() -> None:
-    """Where there is room for as many splits, none where there is not, and all tiles of more rows as their rows are."""
+    """Where there is room for as many splits, and none where there is not."""
     counts = []
     for seed in range(3000, 3060):
         dice = Random(f"by length {seed}")

@@ -35,7 +35,7 @@ from attn_backends.kernels.prefill.splits import (
     split_target,
     time_of,
 )
-from attn_backends.kernels.prefill.tile_splits import split_by_tile
+from attn_backends.kernels.prefill.tile_splits import split_by_tile, tile_keys
 from attn_backends.kernels.prefill.tiles import heads_in_l2, section_heads
 from attn_backends.kernels.prefill.waves import (
     blocks_between,
@@ -173,10 +173,10 @@ def splits_of_a_wave(
     is_hidden, longest = hides_keys_before(spec, seq_lens), int(seq_lens.max(initial=0))
     step = 0.0 if is_hidden else blocks_between(spec, tile)
     are_alike = reads_alike(spec, load, longest, num_programs)
-    if not are_alike and num_programs < _FEWEST_BESIDE * spec.num_kv_heads:
-        return None
-    if not are_alike and num_decodes and decodes > _FEW_DECODED * busy_time(load, *of_split):
-        return None
+    if not are_alike:
+        has_decodes = decodes > _FEW_DECODED * busy_time(load, *of_split)
+        if has_decodes or num_programs < _FEWEST_BESIDE * spec.num_kv_heads:
+            return None
     by_length = faster_by_length(load, *of_split, step)
     num_whole, target = (0, 0) if is_hidden else last_wave(load, *of_split, step, decodes, by_length)
     if target:
@@ -218,13 +218,16 @@ def timed_splits(
     num_programs = tile.num_programs(num_multiprocessors(device))
     decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
-    of_split = spec.num_kv_heads, num_programs, tile, decodes
-    target, taken = split_target(load, *of_split)
+    of_split = spec.num_kv_heads, num_programs, tile
+    target, taken = split_target(load, *of_split, decodes)
     has_room = 0 < int(load.tiles.sum()) * spec.num_kv_heads < num_programs and len(load.tiles) <= FEW_ROWS
     if has_room and spec.causal and not (for_graph or hides_keys_before(spec, seq_lens)):
-        least = (1 - _LEAST_SAVED_BY_TILE) * taken if target else least_time(load, *of_split)
-        lens = query_lens[num_decodes:], seq_lens[num_decodes:]
-        found = split_by_tile(tile, *lens, spec.num_kv_heads, num_programs, least - serial_time(decodes))
+        if target:
+            least = (1 - _LEAST_SAVED_BY_TILE) * taken
+        else:
+            least = least_time(load, *of_split, busy_time(load, *of_split) + decodes)
+        keys = tile_keys(tile, query_lens[num_decodes:], seq_lens[num_decodes:])
+        found = split_by_tile(load, keys, *of_split, least - serial_time(decodes))
         if found:
             most = found.num_splits * spec.num_kv_heads
             splits = PrefillSplits(most, tile, by_length=True, split_blocks=found.blocks)

@@ -32,8 +32,7 @@ def list_by_length(  # type: ignore[no-untyped-def]
     """List a row's tiles, a tile's splits side by side, and behind those of all tiles that see more keys; the number of
     a split tile's first work item is its partial slot. Returns how many work items all rows have."""
     _tile_tokens, tile_queries, group_size, _block_keys = rows[7]
-    split_keys = _allowed(all_rows, rows[7], split_keys, target, num_kv_heads)
-    most = _most_splits(all_rows, group_size, split_keys)
+    split_keys, most, num_more = _allowed(all_rows, rows[7], split_keys, target, num_kv_heads)
     tiles, _blocks, length, start, query_len = own_row
     row = rows[2] + own
     in_front = (tl.arange(0, BLOCK_ROWS) < own).to(tl.int32)[None]
@@ -57,26 +56,20 @@ def list_by_length(  # type: ignore[no-untyped-def]
                 (row + same, start + same, query_len + same, (tiles - 1 - nth) * tile_queries, length + same, splits,
                  split + same, before),
             )  # fmt: skip
-    num_items = tl.sum(all_rows[0], 0)
-    for several in range(1, most):
-        num_items += _num_above(all_rows, rows[7], several * split_keys)
-    return num_items
+    return tl.sum(all_rows[0], 0) + num_more
 
 
 @triton.jit
 def _allowed(all_rows, tile, split_keys, target, num_kv_heads):  # type: ignore[no-untyped-def]
-    """Keys of a split; UNSPLIT where rows that are longer than was said would have more splits than there is room
-    for."""
-    num_splits = _num_above(all_rows, tile, split_keys)  # the first ones
-    for several in range(1, _most_splits(all_rows, tile[2], split_keys)):
-        num_splits += _num_above(all_rows, tile, several * split_keys)
-    return tl.where(num_splits * num_kv_heads > target, UNSPLIT, split_keys)
-
-
-@triton.jit
-def _most_splits(all_rows, group_size, split_keys):  # type: ignore[no-untyped-def]
-    """Splits of the tile that sees the most keys."""
-    return tl.maximum((tl.max(all_rows[2], 0) * group_size - 1) // split_keys + 1, 1)
+    """Keys of a split, splits of the tile that sees the most keys, and how many more work items than tiles there are;
+    UNSPLIT, 1 and 0 where rows that are longer than was said would have more splits than there is room for."""
+    most = tl.maximum((tl.max(all_rows[2], 0) * tile[2] - 1) // split_keys + 1, 1)
+    num_more = most * 0
+    for several in range(1, most):
+        num_more += _num_above(all_rows, tile, several * split_keys)
+    num_splits = num_more + _num_above(all_rows, tile, split_keys)  # with the first ones
+    has_room = num_splits * num_kv_heads <= target
+    return tl.where(has_room, split_keys, UNSPLIT), tl.where(has_room, most, 1), tl.where(has_room, num_more, 0)
 
 
 @triton.jit

@@ -125,7 +125,7 @@ def split_target(
             behind one whose keys are split.
     """
     all_busy = busy_time(load, num_kv_heads, num_programs, tile) + decodes
-    best, least = 0, least_time(load, num_kv_heads, num_programs, tile, decodes)
+    best, least = 0, least_time(load, num_kv_heads, num_programs, tile, all_busy)
     if all_busy + tile.of_the_join >= least:
         return best, 0.0
     targets = tried_targets(num_programs)
@@ -138,9 +138,8 @@ def split_target(
     return best, least if best else 0.0
 
 
-def least_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, decodes: float = 0.0) -> float:
-    """What rows take at least, with the decodes, beneath which some are split: less than whole ones take."""
-    all_busy = busy_time(load, num_kv_heads, num_programs, tile) + decodes
+def least_time(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, all_busy: float) -> float:
+    """The time beneath which keys are split: some less than whole rows take, which is `all_busy` at least."""
     of_whole = max(_whole_time(load, num_kv_heads, num_programs, tile), all_busy)
     least_saved = max(_LEAST_SAVED_OF_LONG, _LEAST_SAVED * min(1.0, _LONG / 2 / of_whole)) if of_whole else 0.0
     return (1 - least_saved) * of_whole

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.prefill.split_tiles import SplitTile
-from attn_backends.kernels.prefill.splits import read_time
+from attn_backends.kernels.prefill.splits import TileLoad, read_time
 
 _MOST_SPLITS = 32  # of a tile: the list looks at all rows once for each
 
@@ -39,17 +39,16 @@ def tile_keys(tile: SplitTile, query_lens: IntArray, seq_lens: IntArray) -> NDAr
 
 
 def split_by_tile(
-    tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_kv_heads: int, num_programs: int, least: float
+    load: TileLoad, keys: NDArray[np.int64], num_kv_heads: int, num_programs: int, tile: SplitTile, least: float
 ) -> TileSplits | None:
     """The shortest splits with which all tiles and splits are worked on at once, if that takes less time than `least`.
 
     Args:
-        query_lens, seq_lens: [rows], FEW_ROWS at most, or upper bounds of the latter; each query sees all keys before
-            its own. They have a tile at least.
+        load: of FEW_ROWS at most, which have a tile at least.
+        keys: as `tile_keys` has them; each query sees all keys before its own.
         least: in blocks of the usual tile that a program reads.
     """
-    tiles, most = tile.num_tiles(query_lens), num_programs // num_kv_heads
-    keys, of_block = tile_keys(tile, query_lens, seq_lens), tile.keys * tile.group_size
+    most, of_block = num_programs // num_kv_heads, tile.keys * tile.group_size
     blocks = -(-keys // of_block)
     low, high = max(2 * tile.min_blocks, -(-int(blocks.sum()) // most)), int(blocks.max())
     if low >= high or tile.alone * tile.of_a_block * low + tile.of_a_tile + tile.of_the_join >= least:
@@ -63,11 +62,11 @@ def split_by_tile(
     splits = -(-keys // (low * of_block))
     if not 2 <= splits.max() <= _MOST_SPLITS:
         return None
-    of_split, row = np.where(splits > 1, splits, 0), np.repeat(np.arange(len(tiles)), tiles)
-    used = (query_lens * tile.group_size / np.maximum(tiles * tile.rows, 1))[row]
+    of_split = np.where(splits > 1, splits, 0)
+    used = np.repeat(np.broadcast_to(load.used, load.tiles.shape), load.tiles)
     of_a_block = tile.block_time(int(splits.sum()) * num_kv_heads, num_programs)
     computed = of_a_block * int((-(-blocks // splits)).max()) + tile.of_a_tile
-    of_rows = int(np.maximum.reduceat(blocks, np.flatnonzero(np.diff(row, prepend=-1))).sum())
+    of_rows = int(blocks[load.tiles[load.tiles > 0].cumsum() - 1].sum())  # the last tile of each sees all keys
     read = read_time(of_rows, int(blocks.sum()), num_kv_heads, num_programs, tile)
     joined = tile.of_the_join + tile.of_all_splits * float(of_split @ used) * num_kv_heads / num_programs
     taken = max(computed, read) + joined
